@@ -71,14 +71,11 @@ def write(path: Path, question: str, content: dict[str, Any], *packages: str) ->
     print(f"written: {path}", flush=True)
 
 
-def table_lines(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     cells = [[str(cell) for cell in row] for row in (columns, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    print(*table_lines(columns, rows), sep="\n", flush=True)
+    lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+    print(*lines, sep="\n", flush=True)
 
 
 def ms(seconds: float | None, nothing: str = "-") -> str:

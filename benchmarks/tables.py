@@ -12,7 +12,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -79,9 +78,8 @@ def spread(seconds: Sequence[float]) -> str:
 # --- times to the first token ---
 
 
-def versus_of(name: str) -> Lines:
+def versus_of(result: Result) -> Lines:
     """Compare all systems of one run of benchmarks.versus: TTFT of reloads by fresh processes."""
-    result = read(f"gpu/{name}")
     entries = Entries(result["runs"], result["settings"]["token_bytes"])
     cells = entries.cells()
     systems = [system for system in (*OURS, *PEERS) if any(key[2] == system for key in cells)]
@@ -98,7 +96,7 @@ def versus_of(name: str) -> Lines:
     mixed = f"**of {n_machines} machines, commits {', '.join(commits)}**, " if n_machines + len(commits) > 2 else ""
     return [
         f"**TTFT of a stored prompt, ms** (`python -m benchmarks.versus`, {source(result)}, {mixed}vLLM "
-        f"{result['versions']['vllm']}, Llama-3.1-8B's dimensions in bf16, one request at a time, fresh processes; "
+        f"{result['versions'].get('vllm')}, Llama-3.1-8B's dimensions in bf16, one request at a time, fresh processes; "
         "median (range)):",
         *rows(["storage", "tokens", "computed", "hit in vLLM's cache", *titles, "kvtier / ceiling"], lines),
         "",
@@ -116,7 +114,7 @@ def _versus_cell(cell: VersusCell | None) -> str:
 
 
 for _name, _file in (("versus", "versus"), ("versus-32-cores", "versus_32"), ("versus-disk", "versus_disk")):
-    TABLES[_name] = partial(versus_of, _file)
+    TABLES[_name] = lambda file=_file: versus_of(read(f"gpu/{file}"))  # type: ignore[misc]
 
 
 @table

@@ -22,13 +22,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import report, tables
 from benchmarks.gpu.ceilings import direct_writes, read_rate
 from benchmarks.gpu.setup import EngineSetup, add_timed_engine, check_room, parser
 from benchmarks.gpu.systems import stored_bytes
 from benchmarks.serving.arguments import at_least, numbers
 from benchmarks.versus.contestants import CONTESTANTS, VersusFolder
-from benchmarks.versus.judge import Entries, Runs, lines
+from benchmarks.versus.judge import Entries, Runs
 from benchmarks.versus.turns import Member, in_turns
 
 QUESTION = "kvtier, its peers and the machine's ceilings, side by side"
@@ -256,7 +256,11 @@ def main() -> int:
     options = parse()
     comparison = Comparison(options)
     is_good = comparison.run()
-    print("\n".join(lines(comparison.file.entries, comparison.token_bytes)))
+    comparison.file.write()
+    print(*tables.versus_of(json.loads(options.out.read_text())), sep="\n")
+    for run in comparison.file.entries:
+        if "failed" in run:
+            print(f"FAILED: {' '.join(str(run[name]) for name in KEY[:4])}")
     for what in comparison.left_out:
         print(f"LEFT OUT for want of time: {what}")
     return int(not is_good)

@@ -13,7 +13,6 @@ from math import floor
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.report import ms, table_lines
 from benchmarks.versus.contestants import CONTESTANTS
 
 OURS = ("kvtier", "kvtier-k4v4")
@@ -22,7 +21,6 @@ SHORT_TOKENS = 256  # a hit that lacks so many tokens of its prompt is not whole
 NEARLY = 0.95  # pinned copies are timed too, and vary by less than the rest
 # Storage, system, and how many times as fast as vLLM's own tiering it must be at the largest length.
 GOALS = (("tmpfs", "kvtier", 2.0), ("tmpfs", "kvtier-k4v4", 4.0), ("disk", "kvtier-k4v4", 4.0))
-COLUMNS = ("storage", "tokens", "system", "TTFT ms", "all", "% ceiling", "hit")
 
 Runs = list[dict[str, Any]]
 
@@ -82,18 +80,12 @@ class VersusCell:
     def of_ceiling(self) -> float | None:
         return self.rate / self.ceiling if self.rate and self.ceiling else None
 
-    def row(self) -> tuple[str, ...]:
-        share = f"{100 * self.of_ceiling:.0f}" if self.of_ceiling else "-"
-        hit = "whole" if self.is_whole else f"{self.hit_tokens:,}"
-        return (self.storage, f"{self.tokens:,}", self.system, ms(self.ttft), " ".join(map(ms, self.times)), share, hit)
-
 
 class Entries:
     """Entries of a result file. token_bytes: KV of a token, of all layers and heads."""
 
     def __init__(self, runs: Runs, token_bytes: int) -> None:
         self._runs = [run for run in runs if "failed" not in run]
-        self.failed = [run for run in runs if "failed" in run]
         self._token_bytes = token_bytes
 
     def storages(self) -> list[str]:
@@ -210,31 +202,3 @@ def goals(cells: Cells) -> list[tuple[bool, str]]:
             head = f"{cell.title} from {storage}, {cell.tokens:,} tokens: {floor(100 * ratio) / 100:.2f}x"
             found.append((ratio >= times, f"{head} vLLM's own tiering (goal {times:g}x)"))
     return found
-
-
-def lines(runs: Runs, token_bytes: int) -> list[str]:
-    """Return the table for the screen, and all that needs attention; benchmarks/tables.py makes the README's table."""
-    entries = Entries(runs, token_bytes)
-    cells = entries.cells()
-    text = table_lines(COLUMNS, [cell.row() for cell in cells.values()])
-    for tokens in sorted({tokens for _, tokens, _ in cells}):
-        computed, own = entries.bare(tokens)
-        text.append(f"{tokens:,} tokens: computed {ms(computed)} ms, vLLM's own prefix hit {ms(own)} ms")
-    for storage in entries.storages():
-        for tokens, seconds in entries.kvikio(storage).items():
-            text.append(f"KvikIO alone, {storage}, bytes of {tokens:,} tokens: {' '.join(map(ms, seconds))} ms")
-    for mine, peer in losses(cells):
-        both = " ms, ".join(f"{cell.title} {ms(cell.ttft)}" for cell in (mine, peer))
-        text.append(f"LOST: {mine.storage}, {mine.tokens:,} tokens: {both} ms")
-    text += [f"{'met' if is_met else 'MISSED'}: {what}" for is_met, what in goals(cells)]
-    for cell in cells.values():
-        at = f"{cell.storage}, {cell.tokens:,} tokens: {cell.title}"
-        if not cell.has_loaded:
-            text.append(f"LOADED NOTHING: {at} answers in {ms(cell.ttft)} ms, its KV needs {ms(cell.least)} over PCIe")
-        if not cell.is_whole:
-            text.append(f"NOT WHOLE: {at} hit {cell.hit_tokens:,}")
-    if entries.machines() > 1 or len(entries.commits()) > 1:
-        text.append(f"MIXED: {entries.machines()} machines, kvtier at {', '.join(entries.commits())}")
-    return text + [
-        f"FAILED: {run['kind']} {run['place']} {run['system']} {run['repetition']}" for run in entries.failed
-    ]
