@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import shutil
 import statistics
 import threading
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import report
 from kvtier.build import open_store, open_transfer
 from kvtier.config.settings import Settings
 from kvtier.format.geometry import Geometry, share_of_rank
@@ -40,15 +40,11 @@ READS_AHEAD = 32  # chunks that are read at a time where only the reading is tim
 STEP_S, LOCK_S = 0.007, 0.004  # of an engine's step while it decodes, and of it with the interpreter lock
 
 
-def geometry() -> Geometry:
-    return Geometry(LAYERS, HEADS, HEAD_SIZE, HEAD_SIZE, "bfloat16", 2, "heads", CHUNK_TOKENS)
-
-
 class Bench:
     """One worker on one GPU."""
 
     def __init__(self, root: Path, n_chunks: int) -> None:
-        shape = geometry()
+        shape = Geometry(LAYERS, HEADS, HEAD_SIZE, HEAD_SIZE, "bfloat16", 2, "heads", CHUNK_TOKENS)
         values = {"root": str(root), "capacity_bytes": "200GiB", "host": {"arena_bytes": "2GiB"}}
         self.settings = Settings.load(values)
         namespace = Namespace("bench", "w", shape, "bfloat16", "", "", "", CodecId("raw", 1, 0), "", "0")
@@ -175,7 +171,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--label", default="")
     given = parser.parse_args()
     ceiling = pinned_rate()
     rows: list[dict[str, Any]] = []
@@ -186,7 +181,7 @@ def main() -> None:
             bench.save(1000 * chunks + number, chunks)
         n_bytes = n_loads * chunks * CHUNK_BYTES
         alone = [bench.load(n_loads, chunks) for _ in range(REPEATS)]
-        read = [bench.read(n_loads, chunks) for _ in range(REPEATS)] if hasattr(bench.transfer._loader, "turn") else []
+        read = [bench.read(n_loads, chunks) for _ in range(REPEATS)]
         with engine_at_work() as steps:
             beside = [bench.load(n_loads, chunks) for _ in range(REPEATS)]
         bench.transfer.close()
@@ -200,20 +195,17 @@ def main() -> None:
             "alone_s": alone,
             "beside_s": beside,
             "read_s": read,
-            "read_share": n_bytes / statistics.median(read) / ceiling if read else 0.0,
+            "read_share": n_bytes / statistics.median(read) / ceiling,
             "alone_share": n_bytes / statistics.median(alone) / ceiling,
             "beside_share": n_bytes / statistics.median(beside) / ceiling,
             "step_ms": 1e3 * statistics.median(steps),
         }
         rows.append(row)
-        print(
-            given.label,
-            name,
-            {key: round(row[key], 3) for key in ("read_share", "alone_share", "beside_share", "step_ms")},
-        )  # type: ignore[call-overload]
-    found = {"label": given.label, "pinned_bytes_s": ceiling, "device": torch.cuda.get_device_name(), "rows": rows}
+    columns = ("loads", "read_share", "alone_share", "beside_share", "step_ms")
+    shown = [[f"{row[key]:.3f}" for key in columns[1:]] for row in rows]
+    report.table(columns, [[row["loads"], *cells] for row, cells in zip(rows, shown, strict=True)])
     if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        report.write(given.out, "many loads at once, without an engine", {"pinned_bytes_s": ceiling, "rows": rows})
 
 
 if __name__ == "__main__":
