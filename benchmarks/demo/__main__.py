@@ -112,13 +112,14 @@ def main() -> int:
     show_progress("making a model with random weights ...")
     from transformers import AutoTokenizer
 
-    from benchmarks.demo.model import make_model, size_here, text
+    from benchmarks.demo.model import make_model, size_here
+    from benchmarks.serving.documents import python_text
 
     size = size_here()
     model = folder / size.name
     make_model(model, size)
     needed = sum(PROMPT_TOKENS) + OWN_TOKENS + FOLLOW_UP_TOKENS
-    tokens = AutoTokenizer.from_pretrained(model)(text()[: needed * 8])["input_ids"]
+    tokens = AutoTokenizer.from_pretrained(model)(python_text()[: needed * 8])["input_ids"]
     show_progress(f"the model is in {model}\n")
 
     prompts, others = questions(tokens)

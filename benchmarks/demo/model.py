@@ -6,7 +6,6 @@ weights near zero (vLLM's `dummy` format) would not. float32, so that equal outp
 
 from __future__ import annotations
 
-import pydoc_data.topics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.serving.documents import python_text
 
 VOCABULARY = 4096
 CONTEXT_TOKENS = 16384
@@ -45,12 +46,6 @@ def size_here() -> ModelSize:
     return ON_GPU if torch.cuda.is_available() else ON_CPU
 
 
-def text() -> str:
-    """Return some 700 kB of English: the language reference that every Python carries."""
-    topics = pydoc_data.topics.topics
-    return "\n\n".join(topics[name] for name in sorted(topics))
-
-
 def make_tokenizer(folder: Path, texts: Sequence[str]) -> None:
     """Train a tokenizer on these texts, with a template for chats. Token 0 begins a text, 1 ends it."""
     tokenizer = Tokenizer(models.BPE())
@@ -73,7 +68,7 @@ def make_model(folder: Path, size: ModelSize) -> None:
     """Write model and tokenizer, unless the folder has them."""
     if (folder / "model.safetensors").exists():
         return
-    make_tokenizer(folder, [text()])
+    make_tokenizer(folder, [python_text()])
     disable_progress_bar()
     torch.manual_seed(0)
     config = LlamaConfig(

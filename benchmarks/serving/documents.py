@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
 PYTHON = "python"  # instead of a file: the language reference that every Python carries, some 700 kB of English
 WARMING_WORDS, WARMING_PROMPTS = 1000, 5
@@ -21,7 +22,7 @@ class DocumentSource:
         if name is None:
             return cls()
         try:
-            words = tuple(_python_text().split() if name == PYTHON else Path(name).read_text(errors="replace").split())
+            words = tuple(python_text().split() if name == PYTHON else Path(name).read_text(errors="replace").split())
         except OSError as error:
             raise SystemExit(f"--text {name}: {error.strerror}") from None
         if len(words) < 2:
@@ -45,7 +46,5 @@ def warming(length: int) -> list[str]:
     return [f"{number}warm {hi}" for number in range(WARMING_PROMPTS)]
 
 
-def _python_text() -> str:
-    from pydoc_data.topics import topics
-
+def python_text() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))

@@ -14,8 +14,9 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.demo.model import VOCABULARY, make_tokenizer, text
+from benchmarks.demo.model import VOCABULARY, make_tokenizer
 from benchmarks.gpu.models import DIMENSIONS, config_of
+from benchmarks.serving.documents import python_text
 
 
 def make(folder: Path, kind: str) -> None:
@@ -23,7 +24,7 @@ def make(folder: Path, kind: str) -> None:
     if (folder / "config.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    make_tokenizer(folder, [text(), " hi" * 10_000])
+    make_tokenizer(folder, [python_text(), " hi" * 10_000])
     size = dataclasses.replace(DIMENSIONS[kind], vocabulary=VOCABULARY)
     (folder / "config.json").write_text(json.dumps(config_of(size), indent=1))
 
