@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
@@ -116,16 +116,7 @@ def running(setup: ServerSetup, name: str) -> Iterator[str]:
         stop(process)
 
 
-class ServerProcess(Protocol):
-    """Used part of subprocess.Popen."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-
-
-def launch(command: Sequence[str], log: Path) -> ServerProcess:
+def launch(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     """Start the server. Raise ServerFailed."""
     with log.open("w") as out:
         print(f"$ {shlex.join(command)}", file=out, flush=True)
@@ -148,7 +139,7 @@ def environment() -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in usual.items()}
 
 
-def stop(process: ServerProcess) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
     """Interrupt the server; kill it and all that it started if it does not end, or if this is interrupted too."""
     try:
         if process.poll() is None:
@@ -162,7 +153,7 @@ def stop(process: ServerProcess) -> None:
         process.wait()
 
 
-def _wait_until_up(process: ServerProcess, url: str, log: Path, timeout_s: float) -> None:
+def _wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         if process.poll() is not None:
