@@ -6,7 +6,6 @@ import gc
 import os
 from pathlib import Path
 
-from tests.engines.chaos import Tally, table
 from tests.engines.disk import FLAGS, disk
 from tests.engines.flat import CONTROL, DESCRIPTORS, LOOKS_MIN, MEMORY_MIB, Look, Watch, grown, look
 from tests.engines.published import Damage
@@ -54,13 +53,6 @@ def test_a_process_is_looked_at(tmp_path: Path) -> None:
     assert after.anon_mib > 1
 
 
-def test_an_engine_that_lived_too_short_says_nothing() -> None:
-    watch = Watch()
-    for _ in range(LOOKS_MIN - 1):
-        watch.look("short", os.getpid())
-    assert watch.figures() == {}
-
-
 def test_the_disk_does_what_it_is_told(tmp_path: Path) -> None:
     """As far as this machine permits it."""
     with disk(tmp_path, 4 << 20) as own:
@@ -91,9 +83,3 @@ def _fault(harm: object) -> str:
     except OSError as fault:
         return fault.strerror
     return ""
-
-
-def test_the_table_says_what_was_not_tried() -> None:
-    lines = table({"x": Tally(tried=1, requests=5, lost=2)}, ["y"]).splitlines()
-    assert lines[0].split() == ["fault", *vars(Tally())] and lines[1].split()[:3] == ["x", "1", "5"]
-    assert lines[2].startswith("y") and "not tried" in lines[2]

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from kvtier.plan import SaveOutcome
-from kvtier.storage.root import NAMESPACE_FILE
-from kvtier.storage.root_owner import OWNER_FILE
 from kvtier.storage.segments import segment_name
 from tests.engines.targets import Targets, targets
 from tests.support.rig import Engine
@@ -87,22 +85,6 @@ def test_a_save_whose_target_is_away_ends_in_time_and_another_set_is_filled(stri
     engine.wait_for_set()
     begin_save(engine, SECOND, OTHERS)
     assert [answer.outcome for answer in saves(engine, 2, 20)] == [SaveOutcome.SAVED] * 2
-    striped.mend()
-    engine.close()
-
-
-def test_an_engine_goes_on_while_the_roots_own_files_are_away(
-    striped: Targets, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = engine_on(striped)
-    engine.save(FIRST, BLOCKS)
-    make_folder = engine.store._keeper._plan.make_folder
-    for name in (OWNER_FILE, NAMESPACE_FILE):
-        striped.take_away(name, "fails")
-        make_folder(engine.namespace)
-    engine.store._keeper.supplies.forget(engine.store._keeper.supplies.set_ids())
-    assert {done.outcome for done in engine.save(SECOND, OTHERS)} == {SaveOutcome.SAVED}
-    assert not [line for line in caplog.messages if "cannot be used any more" in line]
     striped.mend()
     engine.close()
 

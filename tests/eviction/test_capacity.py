@@ -202,32 +202,6 @@ def test_room_that_evicted_files_still_take_is_not_made_once_more() -> None:
     assert room.bytes_for_sets(73.0, 70, 0) == 70, "what others take after that is no room"
 
 
-def test_a_full_disk_is_not_emptied_while_readers_hold_what_was_evicted() -> None:
-    with small_disk(48) as root:
-        engine = tiny(root, capacity_bytes=1 << 30, index={"path": f"{root}-index"})
-        held: dict[int, tuple[int, float]] = {}  # inode -> its descriptor, and when it was seen with a name
-        most, fewest = 0, 10**6
-        for number in range(100):
-            engine.save(tokens_of(number), BLOCKS)
-            time.sleep(0.05)
-            paths = list(root.glob("v2/*/*.kvseg"))
-            most, fewest = max(most, len(paths)), len(paths) if number < 40 else min(fewest, len(paths))
-            for path in paths:
-                with suppress(FileNotFoundError):
-                    descriptor = held.pop(path.stat().st_ino, (-1, 0.0))[0]
-                    descriptor = os.open(path, os.O_RDONLY) if descriptor < 0 else descriptor
-                    held[os.fstat(descriptor).st_ino] = descriptor, time.monotonic()
-            for inode, (descriptor, seen_s) in list(held.items()):
-                if time.monotonic() - seen_s > 0.4:
-                    os.close(descriptor)
-                    del held[inode]
-        assert fewest > most / 2, (fewest, most)
-        for descriptor, _ in held.values():
-            os.close(descriptor)
-        engine.close()
-    shutil.rmtree(f"{root}-index")
-
-
 def test_a_full_quota_rests_saving_and_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Space that statvfs does not know of: met when a segment is made, and answered by evicting one set a time."""
     engine = tiny(tmp_path, sets=40)

@@ -97,13 +97,6 @@ def test_another_boot_throws_it_away(folder: Path, caplog: pytest.LogCaptureFixt
     assert "another boot" in caplog.text
 
 
-def test_the_same_boot_keeps_it(folder: Path) -> None:
-    open_filled(folder, "boot-1").close()
-    index = LmdbIndex(str(folder), MAP_BYTES, boot_id="boot-1")
-    assert len(index.resolve(KEYS)) == 10
-    index.close()
-
-
 def start_after_boot(folder: Path, number: int) -> None:
     index = LmdbIndex(str(folder), MAP_BYTES, timeout_s=20.0, boot_id="boot-2")
     assert index.was_reset

@@ -92,18 +92,6 @@ def test_add_refuses_contradictions() -> None:
     assert entry.add(value, half._replace(checksums=(5, 6)), WHOLE) is None, "other checksums at the same place"
 
 
-@given(ENTRIES, st.data())
-def test_a_cut_value_is_corrupt_or_the_entry_of_fewer_records(written: list[Location], data: st.DataObject) -> None:
-    value = entry.pack(written, WHOLE)
-    cut = value[: data.draw(st.integers(0, len(value) - 1))]
-    try:
-        found = entry.unpack(cut)
-    except Corrupt:
-        return
-    assert found == written[: len(found)]
-    assert cut == entry.pack(found, WHOLE)
-
-
 @pytest.mark.parametrize("value", [b"", b"\x01", bytes(9), bytes(8), b"\x01" + bytes(38)])
 def test_short_and_empty_values_are_corrupt(value: bytes) -> None:
     with pytest.raises(Corrupt):

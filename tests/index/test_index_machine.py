@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import settings
@@ -172,16 +171,6 @@ class IndexMachine(RuleBasedStateMachine):
 
     def set_ids(self) -> list[int]:
         return [info.set_id for info in self.model.sets()]
-
-
-def test_set_info_survives_every_flag(tmp_path: object) -> None:
-    info = SetInfo(7, KEYS[1], "ö" * 100, 2**63, 1.5, 2.5, tenant="ä" * 16, uses=2**63)
-    for is_open in (True, False):
-        index = LmdbIndex(f"{tmp_path}/{is_open}", map_bytes=1 << 20)
-        wanted = replace(info, is_open=is_open)
-        assert index.create_set(wanted)
-        assert index.sets() == [wanted]
-        index.close()
 
 
 TestIndexMachine = IndexMachine.TestCase

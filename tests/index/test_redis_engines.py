@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier.index.guard import GuardedIndex
 from kvtier.runtime import metrics as names
 from tests.redis_server import GENEROUS_MS, Server, free_port, has_redis, standalone
 from tests.support.rig import Engine
@@ -167,10 +166,3 @@ def test_an_emptied_redis_is_filled_again_by_one_engine(server: Server, tmp_path
 def saves_all(one: Engine, number: int) -> bool:
     """An engine notices within a few seconds that its sets are gone; until then its saves are refused."""
     return [answer.outcome.value for answer in one.save(prompt(number), list(range(40, 52)))] in (["saved"] * 3, [])
-
-
-def test_the_counters_are_the_stores(server: Server, tmp_path: Path) -> None:
-    one = engine(tmp_path / "kv", server.url)
-    index = one.store._keeper._index
-    assert isinstance(index, GuardedIndex) and index.metrics is one.store.metrics
-    one.close()

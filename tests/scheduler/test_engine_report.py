@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from kvtier.admin import figures
 from kvtier.errors import Corrupt
-from kvtier.index.memory import MemoryIndex
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
 from kvtier.scheduler.engine_report import (
@@ -195,9 +194,3 @@ def test_an_engine_reports_while_it_lives(tmp_path: Path) -> None:
     ]
     engine.close()
     assert index.notes("worker/", 0.0) == {}
-
-
-def test_a_silent_engines_report_goes() -> None:
-    index = MemoryIndex()
-    index.put_note("worker/x", b"{}", 60.0)
-    assert index.notes("worker/", 59.0) and not index.notes("worker/", 61.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Collection
 
 import pytest
 from hypothesis import given
@@ -12,14 +11,12 @@ from hypothesis import strategies as st
 
 from kvtier.arena.admission import Admission
 from kvtier.errors import Corrupt
-from kvtier.eviction.choice import EvictionChoice
 from kvtier.format.geometry import Extent, covers, share_of_rank
 from kvtier.format.record import RecordHeader, SegmentHeader, is_blank, record_bytes
-from kvtier.index.base import Location, SetInfo
+from kvtier.index.base import Location
 from kvtier.runtime.threads import ThreadJobs, Ticker
 from kvtier.scheduler.segment_allocator import SetSupply
 from kvtier.worker.read_plan import sources_of
-from tests.manual_jobs import ManualJobs
 from tests.support.rig import geometry
 
 extents = st.builds(Extent, st.integers(0, 5), st.integers(1, 4), st.integers(0, 5), st.integers(1, 4))
@@ -180,24 +177,6 @@ def test_a_full_set_whose_answers_were_lost_is_closed_after_a_while() -> None:
     assert supply.take_settled(100.0 + 61.0) == [1]
 
 
-def test_eviction_takes_the_longest_unused_and_never_the_protected() -> None:
-    def info(number: int, used_s: float, **flags: bool) -> SetInfo:
-        return SetInfo(number, bytes(16), "x", 10, 0.0, used_s, **({"is_open": False} | flags))
-
-    sets = [info(1, 5.0), info(2, 1.0), info(3, 0.0, is_open=True), info(5, 3.0)]
-
-    def least_recently_used(n_bytes: int, protected: Collection[int] = ()) -> list[int]:
-        choice = EvictionChoice(sets, protected)
-        choice.take(n_bytes)
-        return [victim.set_id for victim in choice.victims]
-
-    assert least_recently_used(1) == [2]
-    assert least_recently_used(11) == [2, 5]
-    assert least_recently_used(1000) == [2, 5, 1]
-    assert least_recently_used(0) == []
-    assert least_recently_used(11, protected={5}) == [2, 1]
-
-
 def test_admission_policies() -> None:
     always, never, second = Admission("always"), Admission("never"), Admission("second_hit")
     assert always.keeps_saved() and always.keeps_loaded(b"a")
@@ -225,15 +204,6 @@ def test_thread_jobs_are_bounded_and_survive_a_job_that_raises() -> None:
     assert ran == [1, 3]
     jobs.close()
     assert not jobs.submit(lambda: None)
-
-
-def test_manual_jobs_run_when_and_in_the_order_they_are_told() -> None:
-    jobs, ran = ManualJobs(queued_max=2), []
-    assert jobs.submit(lambda: ran.append(1)) and jobs.submit(lambda: ran.append(2))
-    assert not jobs.submit(lambda: ran.append(3))
-    jobs.run(1)
-    assert ran == [2] and jobs.pending() == 1
-    assert jobs.drain(0.0) and ran == [2, 1]
 
 
 def test_a_ticker_ticks_by_itself_and_at_once_when_woken() -> None:

@@ -20,7 +20,6 @@ from kvtier.eviction.set_removal import Remover
 from kvtier.index.memory import MemoryIndex
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import file_descriptors
-from kvtier.storage import segments
 from tests.engines.disk import Disk, disk
 from tests.eviction.test_capacity import BLOCKS, SEGMENT_BYTES, TARGET, tokens_of
 from tests.support.rig import Engine
@@ -72,21 +71,6 @@ def test_an_evictor_closes_its_own_files_before_it_unlinks_them(faulty: Disk) ->
         assert bytes_on(faulty) <= 7 * SEGMENT_BYTES + (1 << 20)
     assert engine.store.metrics.total()["evicted_bytes"] > 0
     engine.close()
-
-
-def test_other_processes_close_what_the_index_says_was_removed(faulty: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "close_in_process", lambda folder, set_id: None)
-    writer, reader = engine_on(faulty, sets=12), engine_on(faulty, sets=12)
-    writer.save(tokens_of(1), BLOCKS)
-    reader.load(tokens_of(1), TARGET)
-    index = writer.store._keeper._index
-    (path,) = faulty.below.glob("v2/*/*.kvseg")
-    (info,) = index.some_sets([int(path.name[:16], 16)])
-    Remover(index, faulty.root / "v2").remove(info)
-    assert len(silly_files(faulty)) == 1, "the double keeps an open file, as NFS does"
-    wait_until(lambda: not silly_files(faulty))
-    for engine in (writer, reader):
-        engine.close()
 
 
 def test_a_removed_set_that_is_read_stays_open_until_the_read_ends(
