@@ -69,8 +69,7 @@ def test_a_step_that_never_came_is_missed() -> None:
     assert forwards.has_failed
 
 
-@pytest.mark.parametrize("runner", ["first", "second"])
-@pytest.mark.parametrize("waits_a_step", [False, True], ids=["", "saved a step later"])
+@pytest.mark.parametrize(("runner", "waits_a_step"), [("first", False), ("second", True)])
 def test_real_engine(lab: Any, runner: str, waits_a_step: bool) -> None:
     """Three whole chunks before the fault, none of the request that met it, and none later."""
     name = f"failed-forward-{runner}-{waits_a_step}"

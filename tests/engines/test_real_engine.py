@@ -59,12 +59,12 @@ def damaged(lab: Any) -> dict[str, Any]:
 
 
 def test_cold_own_and_warm(first: dict[str, Any]) -> None:
-    """20 prompts: computed, found in vLLM's own prefix cache, loaded from the tier: the same tokens and KV."""
+    """Prompts computed, found in vLLM's own prefix cache, loaded from the tier: the same tokens and KV."""
     results = first["cold_and_warm"]
     for way in ("cold", "own", "warm"):
         assert_like_recompute(results[way])
     assert all(results["warm_as_own"])
-    assert results["cold"]["cached"] == [0] * 20
+    assert results["cold"]["cached"] == [0] * len(results["expected"])
     assert results["warm"]["cached"] == results["expected"]
 
 
@@ -251,7 +251,7 @@ def test_another_tensor_parallel_size_reads_it(lab: Any) -> None:
     two_ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     wrote = lab.run("ranks", [{"root": root, "llm": two_ranks, "scenarios": [["tokens_alone", 14]]}])[0]["tokens_alone"]
     one_rank = lab.run("ranks-later", [{"root": root, "scenarios": [["warm", 14], ["tokens_alone", 14]]}])[0]
-    assert wrote["first_cached"] == [0] * 20
+    assert wrote["first_cached"] == [0] * len(wrote["expected"])
     assert wrote["again_cached"] == wrote["expected"]
     assert wrote["again"] == wrote["first"]
     assert_like_recompute(one_rank["warm"])

@@ -31,7 +31,7 @@ def three(lab: Any) -> list[dict[str, Any]]:
                 }
             ],
         )[0],
-        lab.run("runners-two", [{"root": root, "scenarios": ["warm", ["cold_and_warm", ANOTHER_SEED]]}])[0],
+        lab.run("runners-two", [{"root": root, "scenarios": ["warm", ["warm_of_another", ANOTHER_SEED]]}])[0],
         lab.run(
             "runners-three",
             [
@@ -54,7 +54,7 @@ def test_computed_found_in_its_own_cache_and_loaded(three: list[dict[str, Any]])
     found = three[0]["cold_and_warm"]
     for way in ("cold", "own", "warm"):
         assert_like_recompute(found[way])
-    assert all(found["warm_as_own"]) and found["cold"]["cached"] == [0] * 20
+    assert all(found["warm_as_own"]) and not any(found["cold"]["cached"])
     assert found["warm"]["cached"] == found["expected"]
 
 
