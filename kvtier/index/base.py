@@ -128,14 +128,16 @@ class Index(Protocol):
         """Return the entry of each of `keys`, None where its chunk is not complete. Else as `resolve`."""
         ...
 
-    def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
+    def publish(self, records: Sequence[NewRecord], from_files: bool = False, into_unowned: bool = False) -> int:
         """Make records visible, atomically for each key. Return how many were accepted or visible already.
 
         from_files: the records were just read from segments by a rebuild; else the set's owner has written them.
+        into_unowned: the caller knows that their sets are UNOWNED, and that their files are not truncated before the
+            end of these records.
 
         Rejected: a record of a set that is not registered (it was evicted meantime); of an UNOWNED set, unless
-        `from_files` (its files may have been truncated since); and one whose extent the entry already has from another
-        location (the first writer wins).
+        `into_unowned` (its files may have been truncated since, also where a network delivers the command late); and
+        one whose extent the entry already has from another location (the first writer wins).
         """
         ...
 

@@ -109,10 +109,10 @@ class GuardedIndex:
 
     # --- publishing ---
 
-    def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
+    def publish(self, records: Sequence[NewRecord], from_files: bool = False, into_unowned: bool = False) -> int:
         """Publish records, or queue them while the index does not answer; queued ones count as accepted."""
         try:
-            return self._call(lambda: self._index.publish(records, from_files))
+            return self._call(lambda: self._index.publish(records, from_files, into_unowned))
         except IndexUnavailable:
             if from_files:  # the rebuild reads their files again
                 raise

@@ -57,14 +57,14 @@ class MemoryIndex:
         with self._lock:
             return [entry.if_complete(self._entries.get(key)) for key in keys]
 
-    def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
+    def publish(self, records: Sequence[NewRecord], from_files: bool = False, into_unowned: bool = False) -> int:
         with self._lock:
-            return sum(self._publish_one(record, from_files) for record in records)
+            return sum(self._publish_one(record, into_unowned) for record in records)
 
-    def _publish_one(self, record: NewRecord, from_files: bool) -> bool:
+    def _publish_one(self, record: NewRecord, into_unowned: bool) -> bool:
         location = record.location
         info = self._sets.get(location.set_id)
-        if info is None or (info.owner == UNOWNED and not from_files):
+        if info is None or (info.owner == UNOWNED and not into_unowned):
             return False
         members = self._members[location.set_id]
         if members.get((location.rank, location.slot), record.key) != record.key:
@@ -98,7 +98,7 @@ class MemoryIndex:
             self._sets[info.set_id] = info
             self._members[info.set_id] = {}
             for record in records:
-                self._publish_one(record, from_files=True)
+                self._publish_one(record, into_unowned=True)
             return True
 
     def take_over(self, set_id: int) -> None:

@@ -178,7 +178,7 @@ class ReadBack:
         if not self._index.create_set(info, records[:ADOPTED_MAX]):
             return None
         try:
-            self._index.publish(records[ADOPTED_MAX:], from_files=True)
+            self._index.publish(records[ADOPTED_MAX:], from_files=True, into_unowned=True)
             return len(self._index.members(info.set_id))
         except IndexUnavailable:
             self._index.remove_set(info.set_id)  # it comes in again, with the records that are missing now
@@ -194,8 +194,10 @@ class ReadBack:
     ) -> int:
         """Add records to a set that the index knows with the records `known`; return how many were added. To a set that
         was taken over, none behind the known ones are added, except in files of `returned`: the index refused them to
-        the writer, which cuts them off without the lease (own_segments)."""
-        if missing and any(info.owner == UNOWNED for info in self._index.some_sets([set_id])):
+        the writer, which cuts them off without the lease (own_segments). Where the set has a writer, the index is to
+        refuse them if it was taken over in between: then its files were cut behind the known ones."""
+        is_unowned = bool(missing) and any(info.owner == UNOWNED for info in self._index.some_sets([set_id]))
+        if is_unowned:
             used = slots_used(location for _, location in known)
             missing = [
                 record
@@ -205,7 +207,7 @@ class ReadBack:
         if not missing:
             return 0
         self._check_held(lapses)
-        return self._index.publish(missing, from_files=True)
+        return self._index.publish(missing, from_files=True, into_unowned=is_unowned)
 
     def _read_segment(
         self, files: SegmentFiles, set_id: int, part: int

@@ -94,7 +94,7 @@ def test_an_entry_without_a_record_is_found_and_a_rebuild_takes_it_out(
     key, at = index.members(info.set_id)[0]
     whole = at.extent
     wrong = NewRecord(bytes(16), Location(at.set_id, at.rank, 40, at.slab_bytes, at.extent, at.checksums), whole)
-    assert index.publish([wrong], from_files=True) == 1
+    assert index.publish([wrong], into_unowned=True) == 1
     index.close()
     status, found = check(place, capsys)
     assert (status, found["n_disagreements"]) == (1, 1)

@@ -138,7 +138,8 @@ class IndexSuite:
         assert [info.is_open for info in index.sets()] == [True, True]
         assert index.publish([record(1, at(1, 1)), record(2, at(2, 0))]) == 1
         assert index.resolve([key(1)]) == []
-        assert index.publish([record(1, at(1, 1))], from_files=True) == 1
+        assert index.publish([record(1, at(1, 1))], from_files=True) == 0
+        assert index.publish([record(1, at(1, 1))], into_unowned=True) == 1
         assert len(index.resolve(keys([0, 1]))) == 2
         index.close_set(2, 10)
         assert index.publish([record(3, at(2, 1))]) == 1, "what its own writer has still on its way"

@@ -39,9 +39,9 @@ class Flaky(MemoryIndex):
         self._ask()
         return super().resolve(keys)
 
-    def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
+    def publish(self, records: Sequence[NewRecord], from_files: bool = False, into_unowned: bool = False) -> int:
         self._ask()
-        return super().publish(records, from_files)
+        return super().publish(records, from_files, into_unowned)
 
     @property
     def was_reset(self) -> bool:
@@ -148,7 +148,7 @@ def test_an_answer_that_is_a_fault_is_an_answer() -> None:
 
 def test_an_index_that_refuses_writes_is_asked_on_and_what_is_published_waits() -> None:
     class Full(Flaky):
-        def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
+        def publish(self, records: Sequence[NewRecord], from_files: bool = False, into_unowned: bool = False) -> int:
             raise IndexRefused("full")
 
     scene = Scene(index=Full())

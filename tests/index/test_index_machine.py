@@ -60,9 +60,11 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.close()
         shutil.rmtree(self.folder)
 
-    @rule(records=st.lists(RECORDS, max_size=5), from_files=st.booleans())
-    def publish(self, records: list[NewRecord], from_files: bool) -> None:
-        assert self.index.publish(records, from_files) == self.model.publish(records, from_files)
+    @rule(records=st.lists(RECORDS, max_size=5), into_unowned=st.booleans())
+    def publish(self, records: list[NewRecord], into_unowned: bool) -> None:
+        assert self.index.publish(records, into_unowned=into_unowned) == self.model.publish(
+            records, into_unowned=into_unowned
+        )
 
     @rule(key=st.sampled_from(KEYS), location=LOCATIONS)
     def retract(self, key: bytes, location: Location) -> None:

@@ -140,7 +140,7 @@ def test_one_emptied_shard_of_three_is_noticed_and_made_whole_again(tmp_path: Pa
                 info = set_info(set_id, UNOWNED)
                 records = [record(slot, set_id, slot)._replace(key=wanted[10 * set_id + slot]) for slot in range(10)]
                 if not index.create_set(info, records):
-                    assert index.publish(records, from_files=True) == 10
+                    assert index.publish(records, into_unowned=True) == 10
             index.rebuilt(index.loss())
             assert not index.was_reset
             assert len(index.resolve(wanted)) == 80

@@ -156,7 +156,7 @@ def test_a_set_that_came_in_by_half_comes_in_again(tmp_path: Path, monkeypatch: 
     index = opened(tmp_path)
     monkeypatch.setattr(read_back, "ADOPTED_MAX", 2)
 
-    def refuse(records: list[NewRecord], from_files: bool = False) -> int:
+    def refuse(records: list[NewRecord], **options: bool) -> int:
         monkeypatch.undo()
         raise IndexUnavailable("locked by another process")
 
@@ -169,6 +169,28 @@ def test_a_set_that_came_in_by_half_comes_in_again(tmp_path: Path, monkeypatch: 
     index.close()
 
 
+def test_what_was_read_back_is_refused_where_its_set_was_taken_over_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network may deliver the command late: whoever took the set over has cut its files behind the known records."""
+    writer = Engine(tmp_path)
+    writer.save(TOKENS, BLOCKS)
+    index = writer.store._keeper._index
+    members = [member for info in index.sets() for member in index.members(info.set_id)]
+    last = members[-1]
+    index.retract(*last)
+    publish = index.publish
+
+    def arrive_late(records: list[NewRecord], **options: bool) -> int:
+        index.take_over(last[1].set_id)
+        return publish(records, **options)
+
+    monkeypatch.setattr(index, "publish", arrive_late)
+    Housekeeper(index, tmp_path / "v2", "me").rebuild()
+    assert last not in index.members(last[1].set_id)
+    writer.close()
+
+
 def test_what_a_living_writer_has_is_kept_when_the_index_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +200,7 @@ def test_what_a_living_writer_has_is_kept_when_the_index_refuses(
     members = [(key, at) for info in index.sets() for key, at in index.members(info.set_id)]
     index.retract(*members[4])
 
-    def refuse(records: list[NewRecord], from_files: bool = False) -> int:
+    def refuse(records: list[NewRecord], **options: bool) -> int:
         raise IndexUnavailable("locked by another process")
 
     with monkeypatch.context() as patched:

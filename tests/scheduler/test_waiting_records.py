@@ -41,10 +41,10 @@ class Writer:
         object.__setattr__(worker, "index", self.guard)
         publish = self.index.publish
 
-        def publish_if_up(records: Sequence[NewRecord], from_files: bool = False) -> int:
+        def publish_if_up(records: Sequence[NewRecord], *options: bool) -> int:
             if self.is_down:
                 raise IndexUnavailable("it does not answer")
-            return publish(records, from_files)
+            return publish(records, *options)
 
         monkeypatch.setattr(self.index, "publish", publish_if_up)
 

@@ -294,7 +294,7 @@ def who_was_taken_over_goes_on_publishing(original: Any, index: MemoryIndex, set
 
 @planted(MemoryIndex, "_publish_one", "slow_writers")
 def records_of_a_set_that_was_taken_over_are_published(
-    original: Any, index: MemoryIndex, record: NewRecord, from_files: bool
+    original: Any, index: MemoryIndex, record: NewRecord, into_unowned: bool
 ) -> bool:
     return bool(original(index, record, True))
 

@@ -57,14 +57,14 @@ class Checks:
 
     # --- the index ---
 
-    def look_at_publish(self, records: Sequence[NewRecord], from_files: bool) -> None:
+    def look_at_publish(self, records: Sequence[NewRecord], from_files: bool, into_unowned: bool) -> None:
         """I1: what becomes visible now is whole on disk, and is what the engine computed."""
         place = self._place
         known = {info.set_id: info for info in place.index.real.some_sets({r.location.set_id for r in records})}
         for record in records:
             self._homes.setdefault(record.key, set()).add(record.location.set_id)
             info = known.get(record.location.set_id)
-            if info is None or (info.owner == UNOWNED and not from_files):
+            if info is None or (info.owner == UNOWNED and not into_unowned):
                 continue  # it will be refused
             place.published.add(record.key)
             if not from_files:

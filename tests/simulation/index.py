@@ -47,7 +47,7 @@ class SharedIndex:
         self.real = self.make()
         self.real.rebuilt(self.real.loss())
         self.evict_token = 0
-        self.on_publish: Callable[[Sequence[NewRecord], bool], None] = lambda records, from_files: None
+        self.on_publish: Callable[[Sequence[NewRecord], bool, bool], None] = lambda *what: None
         self.on_retract: Callable[[bytes, Location], None] = lambda key, location: None
         self.removing: Callable[[int, Process], AbstractContextManager[None]] = lambda set_id, process: nullcontext()
 
@@ -100,16 +100,16 @@ class SimIndex:
                 shared.past.popitem(last=False)
         return found
 
-    def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
+    def publish(self, records: Sequence[NewRecord], from_files: bool = False, into_unowned: bool = False) -> int:
         shared, weather = self._shared, self._shared.weather
 
         def work() -> int:
-            shared.on_publish(records, from_files)
-            return shared.real.publish(records, from_files)
+            shared.on_publish(records, from_files, into_unowned)
+            return shared.real.publish(records, from_files, into_unowned)
 
         if records and shared.runtime.tries("a publish arrives once more, later", weather.repeated):
             later_s = shared.runtime.rng.random() * weather.repeated_s
-            shared.runtime.call_at(shared.runtime.now_s + later_s, lambda: self._arrive(records, from_files))
+            shared.runtime.call_at(shared.runtime.now_s + later_s, lambda: self._arrive(records, into_unowned))
         taken: int = self._call("publish", work)
         return taken
 
@@ -125,15 +125,15 @@ class SimIndex:
         def work() -> bool:
             is_new = self._shared.real.create_set(info, records)
             if is_new:  # of a set that was known, nothing becomes visible
-                self._shared.on_publish(records, True)
+                self._shared.on_publish(records, True, True)
             return is_new
 
         is_new: bool = self._call("create_set", work)
         return is_new
 
-    def _arrive(self, records: Sequence[NewRecord], from_files: bool) -> None:
+    def _arrive(self, records: Sequence[NewRecord], into_unowned: bool) -> None:
         """A copy of what was sent long ago."""
-        self._shared.real.publish(records, from_files)
+        self._shared.real.publish(records, into_unowned=into_unowned)
 
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
         def work() -> int | None:

@@ -313,7 +313,7 @@ def test_saving_rests_while_the_index_is_away(tmp_path: Path, monkeypatch: pytes
     """As when its folder is gone but segments are still open: each chunk was written for nobody, and logged."""
     engine = Engine(tmp_path)
 
-    def refuse(records: object, from_files: bool = False) -> int:
+    def refuse(records: object, **options: bool) -> int:
         raise IndexUnavailable("away")
 
     index = engine.transfers[0]._worker.index

@@ -47,9 +47,9 @@ class Watched:
             batch.results = lambda: [fault for _ in ops]  # type: ignore[method-assign]
         return batch
 
-    def publish(self, records: Sequence[NewRecord], *, from_files: bool = False) -> int:
+    def publish(self, records: Sequence[NewRecord], **options: bool) -> int:
         self.events.append("publish")
-        return self._publish(records, from_files=from_files)
+        return self._publish(records, **options)
 
 
 @pytest.fixture

@@ -128,11 +128,11 @@ class LmdbIndex:
     def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
         return self._shared.read(lambda view: [entry.if_complete(view.get("entries", key)) for key in keys])
 
-    def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
+    def publish(self, records: Sequence[NewRecord], from_files: bool = False, into_unowned: bool = False) -> int:
         taken = 0
         for first in range(0, len(records), _RECORDS_PER_TRANSACTION):
             batch = records[first : first + _RECORDS_PER_TRANSACTION]
-            taken += self._shared.write(partial(_publish, batch, from_files), adds=True)
+            taken += self._shared.write(partial(_publish, batch, into_unowned), adds=True)
         return taken
 
     def retract(self, key: bytes, location: Location) -> bool:
@@ -286,14 +286,14 @@ def _stamp(boot_id: str | None = None) -> str:
     return f"{_FORMAT_VERSION} {boot_id}\n"
 
 
-def _publish(records: Sequence[NewRecord], from_files: bool, view: View) -> int:
-    return sum(_publish_one(view, record, from_files) for record in records)
+def _publish(records: Sequence[NewRecord], into_unowned: bool, view: View) -> int:
+    return sum(_publish_one(view, record, into_unowned) for record in records)
 
 
-def _publish_one(view: View, record: NewRecord, from_files: bool) -> bool:
+def _publish_one(view: View, record: NewRecord, into_unowned: bool) -> bool:
     location = record.location
     info = _get_set(view, location.set_id)
-    if info is None or (info.owner == UNOWNED and not from_files):
+    if info is None or (info.owner == UNOWNED and not into_unowned):
         return False
     member = _MEMBER.pack(*entry.place(location))
     if view.get("members", member) not in (None, record.key):

@@ -64,14 +64,14 @@ class RedisIndex:
 
     # --- records ---
 
-    def publish(self, records: Sequence[NewRecord], from_files: bool = False) -> int:
+    def publish(self, records: Sequence[NewRecord], from_files: bool = False, into_unowned: bool = False) -> int:
         return sum(
-            self._publish(records[first : first + BATCH_KEYS], from_files)
+            self._publish(records[first : first + BATCH_KEYS], into_unowned)
             for first in range(0, len(records), BATCH_KEYS)
         )
 
-    def _publish(self, records: Sequence[NewRecord], from_files: bool) -> int:
-        added = self._add_members(records, from_files)
+    def _publish(self, records: Sequence[NewRecord], into_unowned: bool) -> int:
+        added = self._add_members(records, into_unowned)
         taken = [(record, how) for record, how in zip(records, added, strict=True) if how != _REFUSED]
         changes = [(record.key, adding(record.location, record.whole)) for record, _ in taken]
         published = self._entries.change(changes, are_new=True)
@@ -81,7 +81,7 @@ class RedisIndex:
         undo, unlisted = [], []
         for (record, how), is_published in zip(taken, published, strict=True):
             state = still[record.location.set_id]
-            is_kept = is_published and (state == OPEN or (state == UNOWNED_LIST and from_files))
+            is_kept = is_published and (state == OPEN or (state == UNOWNED_LIST and into_unowned))
             n_published += is_kept
             if not is_kept and how == _ADDED:  # a record that was there before is not this call's to remove
                 unlisted.append(record.location)
@@ -91,7 +91,7 @@ class RedisIndex:
         self._remove_members(unlisted)
         return n_published
 
-    def _add_members(self, records: Sequence[NewRecord], from_files: bool) -> list[int]:
+    def _add_members(self, records: Sequence[NewRecord], into_unowned: bool) -> list[int]:
         """Add records to their sets' lists. Return the answer of ADD_MEMBERS for each."""
         by_set: dict[int, list[int]] = {}
         for place, record in enumerate(records):
@@ -99,7 +99,7 @@ class RedisIndex:
         requests = []
         for set_id, places in by_set.items():
             name = self._keys.list_of(set_id)
-            arguments = [b"1" if from_files else b"0"]
+            arguments = [b"1" if into_unowned else b"0"]
             for place in places:
                 arguments += [_field(records[place].location), records[place].key]
             requests.append(Request(name, ADD_MEMBERS.call([name], arguments)))
@@ -129,7 +129,7 @@ class RedisIndex:
         name, state = self._keys.list_of(info.set_id), UNOWNED_LIST if info.owner == UNOWNED else OPEN
         if records and self._sets.is_free(info.set_id):  # first, because a set without records may be evicted
             self._caller.one(name, "HSET", name, LIST_STATE, state)
-            self.publish(records, from_files=True)
+            self.publish(records, from_files=True, into_unowned=True)
         created_s, used_s = self._clock.past(info.created_s), self._clock.past(info.used_s)
         before = self._sets.add(replace(info, created_s=created_s, used_s=used_s))
         if not before:
