@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,20 @@ pytestmark = has_redis
 CHUNKS = 20
 
 
-@pytest.fixture(params=["standalone", "cluster"])
-def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Server]]:
-    if request.param == "cluster":
-        with cluster(tmp_path) as servers:
-            yield servers
-    else:
-        with standalone(tmp_path) as server:
-            yield [server]
+@pytest.fixture(scope="module", params=["standalone", "cluster"])
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    folder = tmp_path_factory.mktemp(request.param)
+    with ExitStack() as stack:
+        is_cluster = request.param == "cluster"
+        yield stack.enter_context(cluster(folder)) if is_cluster else [stack.enter_context(standalone(folder))]
+
+
+@pytest.fixture
+def servers(started: list[Server]) -> Iterator[list[Server]]:
+    yield started
+    for server in started:
+        server.cli("config", "set", "maxmemory", "0")
+        server.cli("flushall")
 
 
 def records(set_id: int) -> list[NewRecord]:

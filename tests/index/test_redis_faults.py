@@ -45,6 +45,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def masters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """A cluster for tests that leave its nodes and slots as they are, each under a prefix of its own."""
+    with cluster(tmp_path_factory.mktemp("cluster")) as servers:
+        yield servers
+
+
 def own_prefix() -> str:
     return f"kvtier-{uuid.uuid4().hex[:8]}"
 
@@ -123,30 +130,29 @@ def test_who_rebuilds_an_index_that_is_emptied_meanwhile_has_not_rebuilt_it(serv
     other.close()
 
 
-def test_one_emptied_shard_of_three_is_noticed_and_made_whole_again(tmp_path: Path) -> None:
-    with cluster(tmp_path) as servers:
-        index = RedisIndex(index_settings(cluster_url(servers), own_prefix()))
-        wanted = keys(100)
+def test_one_emptied_shard_of_three_is_noticed_and_made_whole_again(masters: list[Server]) -> None:
+    index = RedisIndex(index_settings(cluster_url(masters), own_prefix()))
+    wanted = keys(100)
+    assert index.was_reset
+    for set_id in range(8):
+        fill(index, wanted[10 * set_id : 10 * set_id + 10], set_id)
+    index.rebuilt(index.loss())
+    assert not index.was_reset
+    for lost in masters:
+        lost.cli("flushall")
         assert index.was_reset
-        for set_id in range(8):
-            fill(index, wanted[10 * set_id : 10 * set_id + 10], set_id)
+        assert len(index.resolve(wanted)) < 80
+        for set_id in range(8):  # as a rebuild does
+            info = set_info(set_id, UNOWNED)
+            records = [record(slot, set_id, slot)._replace(key=wanted[10 * set_id + slot]) for slot in range(10)]
+            if not index.create_set(info, records):
+                assert index.publish(records, into_unowned=True) == 10
         index.rebuilt(index.loss())
         assert not index.was_reset
-        for lost in servers:
-            lost.cli("flushall")
-            assert index.was_reset
-            assert len(index.resolve(wanted)) < 80
-            for set_id in range(8):  # as a rebuild does
-                info = set_info(set_id, UNOWNED)
-                records = [record(slot, set_id, slot)._replace(key=wanted[10 * set_id + slot]) for slot in range(10)]
-                if not index.create_set(info, records):
-                    assert index.publish(records, into_unowned=True) == 10
-            index.rebuilt(index.loss())
-            assert not index.was_reset
-            assert len(index.resolve(wanted)) == 80
-            assert index.counts() == IndexCounts(80, 80, 8, 8 << 20)
-            assert all(len(index.members(set_id)) == 10 for set_id in range(8))
-        index.close()
+        assert len(index.resolve(wanted)) == 80
+        assert index.counts() == IndexCounts(80, 80, 8, 8 << 20)
+        assert all(len(index.members(set_id)) == 10 for set_id in range(8))
+    index.close()
 
 
 # --- slow and gone ---
@@ -239,11 +245,11 @@ def test_a_slot_that_moves_is_followed(tmp_path: Path) -> None:
         index.close()
 
 
-def test_a_node_of_a_cluster_that_is_silent_is_passed_over(tmp_path: Path) -> None:
+def test_a_node_of_a_cluster_that_is_silent_is_passed_over(masters: list[Server], tmp_path: Path) -> None:
     """It was the first one that the settings name."""
-    with cluster(tmp_path) as servers, standalone(tmp_path / "silent") as silent:
+    with standalone(tmp_path) as silent:
         silent.pause()
-        index = RedisIndex(index_settings(cluster_url([silent, servers[1]]), reply_timeout_ms=1500.0))
+        index = RedisIndex(index_settings(cluster_url([silent, masters[1]]), own_prefix(), reply_timeout_ms=1500.0))
         for _ in range(2):
             began = time.monotonic()
             assert index.resolve(keys(10)) == [] and time.monotonic() - began < 5
@@ -251,25 +257,24 @@ def test_a_node_of_a_cluster_that_is_silent_is_passed_over(tmp_path: Path) -> No
         index.close()
 
 
-def test_threads_share_a_cluster_whose_map_is_lost_again_and_again(tmp_path: Path) -> None:
-    with cluster(tmp_path) as servers:
-        index = RedisIndex(index_settings(cluster_url(servers)))
-        wanted = keys(50)
-        fill(index, wanted)
-        found: list[int] = []
+def test_threads_share_a_cluster_whose_map_is_lost_again_and_again(masters: list[Server]) -> None:
+    index = RedisIndex(index_settings(cluster_url(masters), own_prefix()))
+    wanted = keys(50)
+    fill(index, wanted)
+    found: list[int] = []
 
-        def look() -> None:
-            for _ in range(40):
-                index._wire._is_stale = True  # type: ignore[attr-defined]
-                found.append(len(index.resolve(wanted)))
+    def look() -> None:
+        for _ in range(40):
+            index._wire._is_stale = True  # type: ignore[attr-defined]
+            found.append(len(index.resolve(wanted)))
 
-        threads = [threading.Thread(target=look) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        assert found == [50] * 160
-        index.close()
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == [50] * 160
+    index.close()
 
 
 # --- what a crash leaves ---
@@ -442,8 +447,7 @@ def test_wrong_logins_are_refused_without_a_word_of_the_password(tmp_path: Path)
         index.close()
 
 
-def test_a_server_of_another_kind_is_refused(server: Server, tmp_path: Path) -> None:
+def test_a_server_of_another_kind_is_refused(server: Server, masters: list[Server]) -> None:
     assert "redis://" in refusal(index_settings(f"redis+cluster://127.0.0.1:{server.port}")).fix
-    with cluster(tmp_path) as servers:
-        faults = [refusal(index_settings(one.url, f"p{number}")) for number in range(3) for one in servers]
-        assert all("redis+cluster://" in fault.fix for fault in faults)
+    faults = [refusal(index_settings(one.url, f"p{number}")) for number in range(3) for one in masters]
+    assert all("redis+cluster://" in fault.fix for fault in faults)
