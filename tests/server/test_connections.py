@@ -88,7 +88,7 @@ def wait_until_closed(connection: socket.socket, at_most_s: float, dripped: byte
     began = time.monotonic()
     while not is_closed(connection):
         assert time.monotonic() - began < at_most_s, "it is open still"
-        time.sleep(0.1)
+        time.sleep(0.02)
         if dripped:
             try:
                 connection.sendall(dripped)
@@ -143,7 +143,7 @@ def test_who_does_not_read_is_dropped(port: int) -> None:
 
 def test_a_client_that_asks_now_and_then_keeps_its_connection(port: int) -> None:
     with closing(connect(port)) as client:
-        for _ in range(8):
+        for _ in range(4):
             assert answer(client) == b"HTTP/1.1 200 OK"
             time.sleep(IDLE_S / 2)
 
