@@ -139,20 +139,9 @@ def tls_and_acl(folder: Path) -> Iterator[tuple[Server, IndexSettings]]:
     make_certificates(folder)
     files = {"tls_ca_file": folder / "ca.crt", "tls_cert_file": folder / "own.crt", "tls_key_file": folder / "own.key"}
     port = free_port()
-    options = [
-        "--port",
-        "0",
-        "--tls-port",
-        str(port),
-        "--tls-auth-clients",
-        "yes",
-        "--tls-ca-cert-file",
-        str(files["tls_ca_file"]),
-        "--tls-cert-file",
-        str(files["tls_cert_file"]),
-        "--tls-key-file",
-        str(files["tls_key_file"]),
-    ]
+    options = f"--port 0 --tls-port {port} --tls-auth-clients yes".split()
+    for name, option in (("ca", "ca-cert"), ("cert", "cert"), ("key", "key")):
+        options += [f"--tls-{option}-file", str(files[f"tls_{name}_file"])]
     acl = folder / "users.acl"
     digest = hashlib.sha256(PASSWORD.encode()).hexdigest()
     acl.write_text(f"user default off\nuser {USER} on #{digest} ~kvtier* {' '.join(ACL)}\n")
@@ -179,23 +168,8 @@ def make_certificates(folder: Path) -> None:
     openssl(*new, "-x509", "-days", "2", "-subj", "/CN=test CA", "-keyout", "ca.key", "-out", "ca.crt")
     openssl(*new, "-subj", "/CN=127.0.0.1", "-keyout", "own.key", "-out", "own.csr")
     (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    openssl(
-        "x509",
-        "-req",
-        "-in",
-        "own.csr",
-        "-CA",
-        "ca.crt",
-        "-CAkey",
-        "ca.key",
-        "-CAcreateserial",
-        "-days",
-        "2",
-        "-extfile",
-        "names",
-        "-out",
-        "own.crt",
-    )
+    signed = "x509 -req -in own.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 2 -extfile names -out own.crt"
+    openssl(*signed.split())
 
 
 @contextmanager

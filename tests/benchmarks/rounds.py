@@ -29,23 +29,8 @@ class Wrapper:
     def start(
         self, benchmark: str, own: Sequence[str] = (), flags: Sequence[str] = (), **environment: str
     ) -> subprocess.Popen[str]:
-        words = [
-            sys.executable,
-            "-m",
-            "benchmarks.serving",
-            benchmark,
-            "--model",
-            "a-model",
-            "--program",
-            FAKE_ENGINE,
-            "--work",
-            str(self.folder),
-            "--out",
-            str(self.out),
-            *own,
-            "--",
-            *flags,
-        ]
+        words = [sys.executable, "-m", "benchmarks.serving", benchmark, "--model", "a-model", "--program", FAKE_ENGINE]
+        words += ["--work", str(self.folder), "--out", str(self.out), *own, "--", *flags]
         variables = os.environ | {"FAKE_ENGINE_LOG": str(self._engines)} | environment
         return subprocess.Popen(
             words,

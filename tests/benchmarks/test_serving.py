@@ -17,14 +17,8 @@ FLAGS = ["--num-documents", "2", "--document-length", "5", "--floor", "0"]
 
 def test_each_system_is_started_as_what_it_is(tmp_path: Path) -> None:
     wrapper = Wrapper(tmp_path)
-    own = [
-        "--systems",
-        "nocache,prefix,cache,kvtier,restarted",
-        "--tier",
-        '{"chunk_tokens": 64}',
-        "--vllm",
-        "--max-model-len 99",
-    ]
+    own = ["--systems", "nocache,prefix,cache,kvtier,restarted", "--tier", '{"chunk_tokens": 64}']
+    own += ["--vllm", "--max-model-len 99"]
     status, printed = wrapper.run("long_doc_qa", own, FLAGS)
     assert status == 0, printed
     lines = wrapper.engines()

@@ -267,24 +267,13 @@ def test_engines_that_start_together_work_one_after_another(tmp_path: Path, stan
 
 def test_an_engine_that_is_never_ready_is_stopped(tmp_path: Path, stand_in: None) -> None:
     """The others have their turns all the same."""
-    found = turns.in_turns([member("stuck", fails="hangs"), member("a")], tmp_path, 12.0, 60.0)
+    found = turns.in_turns([member("stuck", fails="hangs"), member("a")], tmp_path, 6.0, 60.0)
     assert "exit status -9" in found[0]["failed"] and "turn" in found[1]
 
 
 def test_nothing_is_begun_for_which_there_is_no_time(tmp_path: Path) -> None:
-    words = [
-        "--out",
-        str(tmp_path / "out.json"),
-        "--folder",
-        str(tmp_path),
-        "--models",
-        str(tmp_path),
-        "--systems",
-        "kvtier",
-        "--seconds",
-        "1",
-    ]
-    comparison = versus.Comparison(versus.parse(words))
+    words = ["--out", str(tmp_path / "out.json"), "--folder", str(tmp_path), "--models", str(tmp_path)]
+    comparison = versus.Comparison(versus.parse([*words, "--systems", "kvtier", "--seconds", "1"]))
     done: list[str] = []
     assert not comparison.in_time("repetition", "1 of kvtier", lambda: done.append("done"))
     assert done == [] and comparison.left_out == ["repetition 1 of kvtier"]

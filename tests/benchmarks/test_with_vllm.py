@@ -67,25 +67,9 @@ class Bench:
         self.out = folder / "result.json"
 
     def run(self, benchmark: str, systems: str, vllm: str, flags: Sequence[str]) -> dict[str, Any]:
-        status = serving.main(
-            [
-                benchmark,
-                "--model",
-                str(self.folder / "model"),
-                "--work",
-                str(self.folder),
-                "--out",
-                str(self.out),
-                "--systems",
-                systems,
-                "--tier",
-                json.dumps(TIER),
-                "--vllm",
-                f"{VLLM} {vllm}",
-                "--",
-                *flags,
-            ]
-        )
+        own = ["--model", str(self.folder / "model"), "--work", str(self.folder), "--out", str(self.out)]
+        own += ["--systems", systems, "--tier", json.dumps(TIER), "--vllm", f"{VLLM} {vllm}"]
+        status = serving.main([benchmark, *own, "--", *flags])
         assert status == 0, "\n".join(log.read_text()[-5000:] for log in self.folder.glob("server-*.log"))
         found: dict[str, Any] = json.loads(self.out.read_text())
         return found
@@ -93,24 +77,9 @@ class Bench:
 
 def test_long_documents_come_back_from_the_tier(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     """The working set is larger than vLLM's own cache: asked in turn, no document is in it when it is asked again."""
-    flags = [
-        "--num-documents",
-        "6",
-        "--document-length",
-        "300",
-        "--text",
-        "python",
-        "--output-len",
-        "4",
-        "--ignore-eos",
-        "--repeat-mode",
-        "tile",
-        "--max-inflight-requests",
-        "1",
-        "--floor",
-        "2",
-    ]
-    whole = bench.run("long_doc_qa", "prefix,kvtier,restarted", LIMITS, flags)
+    flags = "--num-documents 6 --document-length 300 --text python --output-len 4 --ignore-eos --repeat-mode tile"
+    flags += " --max-inflight-requests 1 --floor 2"
+    whole = bench.run("long_doc_qa", "prefix,kvtier,restarted", LIMITS, flags.split())
     for name, found in whole["systems"].items():
         warmup, query = found["warmup_round"], found["query_round"]
         assert (warmup["successful_prompt_count"], query["successful_prompt_count"]) == (6, 12), name

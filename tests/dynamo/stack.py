@@ -30,15 +30,7 @@ STORED_TOKENS = PROMPT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
 STORED_BLOCKS = STORED_TOKENS // BLOCK_TOKENS
 CACHE_BLOCKS = 160
 """Of each engine's own cache: three prompts and a bit, so that four more push one out."""
-ENGINE = (
-    "--max-model-len",
-    "4096",
-    "--enforce-eager",
-    "--dtype",
-    "float32",
-    "--num-gpu-blocks-override",
-    str(CACHE_BLOCKS),
-)
+ENGINE = f"--max-model-len 4096 --enforce-eager --dtype float32 --num-gpu-blocks-override {CACHE_BLOCKS}".split()
 SETTINGS = """\
 root: {root}
 capacity_bytes: 1GiB

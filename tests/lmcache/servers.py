@@ -57,27 +57,9 @@ class Server:
         self.programs = programs
         self.port, self.log_path = free_port(), folder / f"{name}.log"
         web = free_port()
-        command = [
-            str(programs / "lmcache"),
-            "server",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-            "--http-host",
-            "127.0.0.1",
-            "--http-port",
-            str(web),
-            "--l1-size-gb",
-            "0.5",
-            "--disable-metrics",
-            "--eviction-policy",
-            "LRU",
-            "--supported-transfer-mode",
-            "auto",
-            "--l2-adapter",
-            spec,
-        ]
+        words = f"server --host 127.0.0.1 --port {self.port} --http-host 127.0.0.1 --http-port {web} --l1-size-gb 0.5"
+        words += " --disable-metrics --eviction-policy LRU --supported-transfer-mode auto --l2-adapter"
+        command = [str(programs / "lmcache"), *words.split(), spec]
         with open(self.log_path, "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **OUTSIDE})
 
@@ -100,25 +82,9 @@ class Server:
     def ask(self, first: int, end: int) -> dict[tuple[int, str], Request]:
         """Each request of [first, end) twice, cold and warm: what is missing is stored, what is found is loaded into
         KV that was zeroed before the warm one."""
-        command = [
-            str(self.programs / "lmcache"),
-            "bench",
-            "server",
-            "--mode",
-            "cpu",
-            "--rpc-url",
-            f"tcp://127.0.0.1:{self.port}",
-            "--num-tokens",
-            str(CHUNKS * 256),
-            "--kvcache-shape-spec",
-            SHAPE,
-            "--start",
-            str(first),
-            "--end",
-            str(end),
-            "--interval",
-            "0.3",
-        ]
+        words = f"bench server --mode cpu --rpc-url tcp://127.0.0.1:{self.port} --num-tokens {CHUNKS * 256}"
+        words += f" --start {first} --end {end} --interval 0.3 --kvcache-shape-spec"
+        command = [str(self.programs / "lmcache"), *words.split(), SHAPE]
         ran = subprocess.run(
             command, capture_output=True, text=True, timeout=BENCH_TIMEOUT_S, env={**os.environ, **OUTSIDE}
         )

@@ -21,16 +21,8 @@ WITH_TOKENS = {"admin_token": ADMIN, "read_token": READER}
 
 def made_up_calls(served: Running, folder: Path, token: str | None, *options: str) -> str:
     """What schemathesis prints; a finding fails the test with it."""
-    command = [
-        sys.executable,
-        "-c",
-        "import schemathesis.cli as c; c.schemathesis()",
-        "run",
-        f"{served.address}/api/v1/openapi.json",
-        "--generation-deterministic",
-        "--no-color",
-        *options,
-    ]
+    run = ["run", f"{served.address}/api/v1/openapi.json", "--generation-deterministic", "--no-color"]
+    command = [sys.executable, "-c", "import schemathesis.cli as c; c.schemathesis()", *run, *options]
     if token is not None:
         command += ["-H", f"Authorization: Bearer {token}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment(), timeout=1500)
