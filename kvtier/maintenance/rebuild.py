@@ -22,6 +22,9 @@ from kvtier.storage.segments import SegmentFiles, segment_name
 log = logging.getLogger("kvtier")
 
 ADOPTED_MAX = 512  # records that become visible in one step with their set when it is read back
+# Age from which on a file's header pages are taken as final, seconds. Before it a writer may blank a record whose save
+# failed, and another node may read pages from before a write.
+SETTLED_S = 60.0
 KEYS_AT_ONCE = 512  # keys looked up in one step; lookups of engines wait that long
 
 Progress = Callable[[int], None]
@@ -42,14 +45,22 @@ class TakenOut:
 
 class ReadBack:
     """Reader of one process, which holds `lease`. taken_out: counts since `begin`. look_at_root: see Housekeeper.
-    may_be_away: files can be missing for a while, as on a brick that is down, or show old bytes."""
+    disk_s: the time by the clock that files are dated with. may_be_away: files can be missing for a while, as on a
+    brick that is down, or show old bytes."""
 
     def __init__(
-        self, index: Index, lease: SweepLease, clock: Clock, look_at_root: Callable[[], object], may_be_away: bool
+        self,
+        index: Index,
+        lease: SweepLease,
+        clock: Clock,
+        disk_s: Clock,
+        look_at_root: Callable[[], object],
+        may_be_away: bool,
     ) -> None:
         self._index = index
         self._lease = lease
         self._clock = clock
+        self._disk_s = disk_s
         self._look_at_root = look_at_root
         self._may_be_away = may_be_away
         self._good: set[tuple[bytes, Location]] = set()
@@ -113,7 +124,8 @@ class ReadBack:
         if header is None:
             return 0
         records = {(record.key, record.location): record for part in found for record in found[part]}
-        gone = {member for member in members if member[1].part in found and member not in records}
+        missed = {member for member in members if member[1].part in found and member not in records}
+        gone = {member for member in missed if self._is_gone(files, *member)}
         self.taken_out.gone += sum(self._index.retract(key, place) for key, place in gone)
         known = set(members) - gone
         missing = [record for member, record in records.items() if member not in known]
@@ -129,7 +141,33 @@ class ReadBack:
             self._look_at_root()
             self._index.remove_set(set_id)  # it was evicted while it was read
             return 0
+        self._retract_erased(files, set_id, found)
         return taken
+
+    def _is_gone(self, files: SegmentFiles, key: bytes, location: Location) -> bool:
+        """Return whether a record that the index has is not in its file, as its header pages say: where those may be
+        stale, only if it is not there through a descriptor opened now either, long after the last write."""
+        if not self._may_be_away:
+            return True
+        age_s = files.age_s(location.set_id, location.part, self._disk_s())
+        return age_s >= SETTLED_S and judge(files, key, location) is RecordVerdict.OTHER
+
+    def _retract_erased(self, files: SegmentFiles, set_id: int, published: dict[int, list[NewRecord]]) -> None:
+        """Retract records whose headers their writer blanked between our reading and publishing them. (A writer blanks
+        the record of a save that failed where the index does not have it.)
+
+        published: by part, what was read."""
+        for part, records in published.items():
+            if files.age_s(set_id, part, self._disk_s()) >= SETTLED_S:
+                continue
+            try:
+                segment = self._read_segment(files, set_id, part)
+            except (ConfigError, Corrupt, TierUnavailable):
+                continue  # a load that meets one retracts it
+            still = {(record.key, record.location) for record in segment[1]} if segment else set()
+            for record in records:
+                if (record.key, record.location) not in still:
+                    self.taken_out.gone += self._index.retract(record.key, record.location)
 
     def _check_held(self, lapses: int) -> None:
         if not self._lease.is_held_since(lapses):

@@ -90,7 +90,7 @@ class Housekeeper:
         self._lease = SweepLease(index, owner, lambda: self.clock())
         self._may_be_away = file_system_of(folder).visibility is not Visibility.LOCAL
         self._read_back = ReadBack(
-            index, self._lease, lambda: self.clock(), lambda: self.look_at_root(), self._may_be_away
+            index, self._lease, lambda: self.clock(), self._disk_s, lambda: self.look_at_root(), self._may_be_away
         )
 
     def sweep(self) -> None:

@@ -39,6 +39,8 @@ from tests.simulation.runtime import Process
 from tests.simulation.serving import Serving
 from tests.simulation.truth import SHAPE, slabs_of
 
+READ_S = 5.0  # a set is published so long at most after its files were listed, seconds
+
 
 class Checks:
     """Of a place. What is wrong goes to the runtime's violations."""
@@ -51,6 +53,7 @@ class Checks:
         self._overlapping: set[bytes] = set()
         self._removing: dict[Process | None, int] = {}
         self._condemned: set[int] = set()
+        self._read_in_part: set[int] = set()  # sets that a rebuild read while files of theirs were away
         place.index.on_publish = self.look_at_publish
         place.index.on_retract = self.look_at_retract
         place.index.removing = self.removal
@@ -60,7 +63,12 @@ class Checks:
     def look_at_publish(self, records: Sequence[NewRecord], from_files: bool, into_unowned: bool) -> None:
         """I1: what becomes visible now is whole on disk, and is what the engine computed."""
         place = self._place
-        known = {info.set_id: info for info in place.index.real.some_sets({r.location.set_id for r in records})}
+        set_ids = {record.location.set_id for record in records}
+        known = {info.set_id: info for info in place.index.real.some_sets(set_ids)}
+        if from_files:
+            since_s = place.runtime.now_s - READ_S
+            away = {set_id for (set_id, _), until_s in place.disk.away.items() if until_s > since_s}
+            self._read_in_part |= away & set_ids
         for record in records:
             self._homes.setdefault(record.key, set()).add(record.location.set_id)
             info = known.get(record.location.set_id)
@@ -150,9 +158,10 @@ class Checks:
             self._violate(f"set {set_id:016x} was evicted under lease {token}, and there is {latest}")
 
     def _keys_in(self, set_id: int) -> set[bytes]:
-        """Of chunks that have a record there; of all that ever had one, while the index has forgotten which."""
+        """Of chunks that have a record there; of all that ever had one, while the index has forgotten which, or where
+        it may not know all that the files hold."""
         real = self._place.index.real
-        if real.was_reset:
+        if real.was_reset or set_id in self._read_in_part:
             return {key for key in self._place.claims if set_id in self._homes.get(key, ())}
         return {key for key, _ in real.members(set_id)}
 

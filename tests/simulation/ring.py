@@ -200,6 +200,7 @@ class SimRing:
         """Some of the record reaches the disk; its header, which is written last, does not."""
         n_pages = self._runtime.rng.randrange(len(record) // PAGE_BYTES)
         os.pwrite(op.fd, record[PAGE_BYTES : PAGE_BYTES + n_pages * PAGE_BYTES], op.offset + PAGE_BYTES)
+        self._disk.stamp(op.fd)
         return result or CANCELLED
 
     def _end_with_the_process(self) -> None:
