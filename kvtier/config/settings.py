@@ -111,7 +111,8 @@ class HostSettings(BaseModel):
 
 class HbmSettings(BaseModel):
     """GPU memory outside the engine's own. staging_bytes: slots that chunks pass through; None: three of the engine's
-    steps. arena_bytes: further slots, so that encoded chunks stay there; 0: none do."""
+    steps, or two thirds of what the engine leaves if that is less. arena_bytes: further slots, so that encoded chunks
+    stay there; 0: none do."""
 
     model_config = FROZEN
     staging_bytes: Bytes | None = None

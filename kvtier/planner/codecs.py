@@ -72,7 +72,7 @@ def staging_of(chunk: ChunkBytes, staging_bytes: int | None, step_tokens: int, e
     hbm = HbmSettings(staging_bytes=staging_bytes)
     n_bytes = staging_bytes or 0
     try:
-        slots = hbm_slots(hbm, chunk.slot, -(-step_tokens // chunk.tokens))
+        slots = hbm_slots(hbm, chunk.slot, -(-step_tokens // chunk.tokens)).within(hbm, engine.outside_bytes)
         n_bytes = slots.n_bytes
         slots.check_fits(hbm, engine.outside_bytes, engine.gpu_bytes)
     except ConfigError as fault:

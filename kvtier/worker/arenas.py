@@ -4,10 +4,11 @@ the hbm arena) and a pinned host arena below; on the CPU one arena in host memor
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,9 @@ PIN_LOOK_S, PIN_YIELD_MAX_S = 0.01, 2.0
 arena too."""
 HBM_SPARE_BYTES = 512 << 20
 """Left free for what the engine allocates after its KV cache (CUDA graphs, workspaces)."""
+HBM_SHARE = 2 / 3
+"""Of what is free, that staging of the default size takes at most: an engine that was given nearly all memory still
+captures its graphs."""
 
 
 class Memory(NamedTuple):
@@ -74,8 +78,19 @@ def cuda_memory(settings: Settings, slot_bytes: int, step_chunks: int, device: t
     from kvtier.kernels import device_checksum  # needs Triton, which hosts without a GPU may lack
 
     device_checksum.prepare(device)
-    slots = hbm_slots(settings.hbm, slot_bytes, step_chunks)
-    slots.check_fits(settings.hbm, *torch.cuda.mem_get_info(device))
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    wanted = hbm_slots(settings.hbm, slot_bytes, step_chunks)
+    slots = wanted.within(settings.hbm, free_bytes)
+    slots.check_fits(settings.hbm, free_bytes, total_bytes)
+    if slots.staging < wanted.staging:
+        log.warning(
+            "%d slots in HBM for staging instead of %d: the engine's share leaves %s of GPU memory; with a "
+            "gpu_memory_utilization lower by %.2f there is room for all, and bursts are saved sooner",
+            slots.staging,
+            wanted.staging,
+            _gib(free_bytes),
+            wanted.lacks_share(free_bytes, total_bytes),
+        )
     arena: ChunkArena = Arena(_device_buffer(slots.n_bytes, device), slot_bytes)
     arena.blank([0], n_slabs=1, slab_bytes=PAGE_BYTES, begin=0)  # loads that kernel, for which else a step would wait
     buffer = _host_buffer(settings.host.arena_bytes or HOST_ARENA_BYTES["cuda"], slot_bytes)
@@ -199,13 +214,25 @@ class HbmSlots:
     def n_bytes(self) -> int:
         return (self.staging + self.arena) * self.slot_bytes
 
+    def within(self, hbm: HbmSettings, free_bytes: int) -> HbmSlots:
+        """Return fewer slots for staging where the setting does not name their size and not all fit beside the engine
+        (HBM_SHARE), but no fewer than ARENA_SLOTS_MIN."""
+        if hbm.staging_bytes is not None or self.n_bytes + HBM_SPARE_BYTES <= free_bytes:
+            return self
+        fits = min(int(HBM_SHARE * free_bytes), free_bytes - HBM_SPARE_BYTES) // self.slot_bytes - self.arena
+        return replace(self, staging=max(ARENA_SLOTS_MIN, min(self.staging, fits)))
+
+    def lacks_share(self, free_bytes: int, total_bytes: int) -> float:
+        """Return the share of all GPU memory by which the engine's must shrink for these slots, rounded up to 0.01."""
+        return math.ceil(100 * (self.n_bytes + HBM_SPARE_BYTES - free_bytes) / total_bytes) / 100
+
     def check_fits(self, hbm: HbmSettings, free_bytes: int, total_bytes: int) -> None:
         """Raises ConfigError, with the arithmetic, when they do not fit beside the engine."""
         needed_bytes = self.n_bytes + HBM_SPARE_BYTES
         if needed_bytes <= free_bytes:
             return
-        share = (total_bytes - needed_bytes) / total_bytes - 0.02
-        less = f"gpu_memory_utilization to at most {share:.2f}, or " if share >= 0.1 else ""  # else no model fits it
+        share = self.lacks_share(free_bytes, total_bytes)
+        less = f"gpu_memory_utilization lower by {share:.2f}, or " if share < 0.8 else ""  # else no model fits it
         fix = (
             f"{self.staging} slots for staging and {self.arena} of the hbm arena, each of {_gib(self.slot_bytes, 3)}, "
             f"and {_gib(HBM_SPARE_BYTES)} to spare are {_gib(needed_bytes)}, but the engine's share leaves "

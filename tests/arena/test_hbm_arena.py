@@ -278,23 +278,39 @@ def test_an_event_left_out_shows(tmp_path: Path, engines: list[LazyEngine], left
 
 
 def test_what_does_not_fit_beside_the_engine_is_told_with_the_arithmetic() -> None:
-    hbm = HbmSettings(arena_bytes=4 * GIB)
+    hbm = HbmSettings(staging_bytes=128 * SLOT_BYTES, arena_bytes=4 * GIB)
     slots = hbm_slots(hbm, SLOT_BYTES, step_chunks=32)
-    assert (slots.staging, slots.arena) == (3 * 32 + 32, 512)
+    assert (slots.staging, slots.arena) == (128, 512)
     needed = 640 * SLOT_BYTES + HBM_SPARE_BYTES
-    slots.check_fits(hbm, needed, 100 * GIB)
+    slots.within(hbm, needed).check_fits(hbm, needed, 100 * GIB)
     with pytest.raises(ConfigError) as told:
-        slots.check_fits(hbm, needed - 1, 100 * GIB)
+        slots.within(hbm, needed - 1).check_fits(hbm, needed - 1, 100 * GIB)
     assert (told.value.key, told.value.value) == ("hbm.arena_bytes", 4 * GIB)
     assert "512 of the hbm arena" in told.value.fix and "are 5.5 GiB" in told.value.fix
-    assert f"at most {exact(511 * SLOT_BYTES)}" in told.value.fix and "at most 0.92" in told.value.fix
+    assert f"at most {exact(511 * SLOT_BYTES)}" in told.value.fix and "lower by 0.01" in told.value.fix
     hbm_slots(HbmSettings(arena_bytes=511 * SLOT_BYTES), SLOT_BYTES, 32).check_fits(hbm, needed - 1, 100 * GIB)
 
 
+def test_staging_of_the_default_size_shrinks_to_what_the_engine_leaves() -> None:
+    """vLLM's default share of an H100 left 3.9 GiB beside a model with steps of 16,384 tokens, which want 7.5 GiB."""
+    hbm = HbmSettings()
+    wanted = hbm_slots(hbm, SLOT_BYTES, step_chunks=64)
+    assert wanted.staging == 3 * 64 + 32
+    slots = wanted.within(hbm, GIB)
+    assert slots.staging == (GIB - HBM_SPARE_BYTES) // SLOT_BYTES
+    slots.check_fits(hbm, GIB, 80 * GIB)
+    assert wanted.within(hbm, 2 * GIB).staging == 2 * GIB * 2 // 3 // SLOT_BYTES < wanted.staging
+    assert wanted.within(hbm, 80 * GIB) == wanted
+    least = wanted.within(hbm, HBM_SPARE_BYTES)
+    assert least.staging == ARENA_SLOTS_MIN
+    with pytest.raises(ConfigError, match="hbm.staging_bytes"):
+        least.check_fits(hbm, HBM_SPARE_BYTES, 80 * GIB)
+
+
 def test_when_not_even_staging_fits_that_is_told() -> None:
-    hbm = HbmSettings(arena_bytes=4 * GIB)
+    hbm = HbmSettings(staging_bytes=GIB, arena_bytes=4 * GIB)
     with pytest.raises(ConfigError, match="hbm.arena_bytes to 0") as told:
-        hbm_slots(hbm, SLOT_BYTES, 32).check_fits(hbm, GIB, 100 * GIB)
+        hbm_slots(hbm, SLOT_BYTES, 32).within(hbm, GIB).check_fits(hbm, GIB, 100 * GIB)
     assert told.value.key == "hbm.staging_bytes" and exact(ARENA_SLOTS_MIN * SLOT_BYTES) in told.value.fix
 
 
