@@ -90,7 +90,7 @@ def rows_of(system: str, found: dict[str, Any], limits: dict[str, float], token_
 
 def main() -> int:
     made = parser("gpu.under_load", __doc__, 200.0)
-    add_timed_engine(made, 0.85)
+    add_timed_engine(made, 0.8)
     made.add_argument("--systems", default="kvtier,native", help="separated by commas")
     options = made.parse_args()
     setup, shapes = EngineSetup.timed(options), TINY_SHAPES if options.tiny else SHAPES
