@@ -6,6 +6,7 @@ import json
 import random
 import select
 import shlex
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,20 @@ def test_a_task_too_many_fails_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     try:
         task = connector.submit_batch_exists(KEYS)
         assert connector.drain_completions() == [(task, False, "looking up: too many tasks wait", [False] * 12)]
+    finally:
+        connector.close()
+
+
+def test_a_burst_of_tasks_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connector, may_go_on = connector_at(tmp_path), threading.Event()
+    exists = connector._tier.exists
+    monkeypatch.setattr(connector._tier, "exists", lambda keys: may_go_on.wait(10) and exists(keys))
+    try:
+        tasks = {connector.submit_batch_exists(KEYS) for _ in range(3000)}
+        may_go_on.set()
+        ended: list[Completion] = []
+        wait_until(lambda: ended.extend(connector.drain_completions()) or len(ended) == len(tasks))
+        assert {done.future_id for done in ended} == tasks and all(done.ok for done in ended)
     finally:
         connector.close()
 
