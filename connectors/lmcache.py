@@ -31,7 +31,7 @@ log = logging.getLogger("kvtier")
 # first and last tested version of LMCache; all wheels from 0.4.5 to 0.5.6 have this interface
 TESTED = ((0, 5, 3), (0, 5, 6))
 LOAD_THREADS, SAVE_THREADS = 4, 2
-# Queued tasks; a further one fails at once, and LMCache computes what it would have loaded. LMCache bounds itself what is
+# Queued tasks; a further one fails at once, and what it would have loaded is computed. LMCache itself bounds what is
 # under way (prefetches in flight, and stores by the size of its L1), so this is far above what it asks for.
 TASKS_MAX = 1 << 20
 CLOSE_TIMEOUT_S = 5.0  # wait for running tasks of each kind, seconds
