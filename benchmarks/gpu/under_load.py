@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.under_load --folder /dev/shm/kv --out OUT/under_load.json [--systems kvtier,native]
 
 For each system one process computes and saves bursts (32 x 6,144 tokens, whose durable rate is compared with direct
-writes over as many files; 16 x 12,000, 64 x 4,000, one prefix of 8,000), and a fresh one loads them all at once, then
+writes over several files; 16 x 12,000, 64 x 4,000, one prefix of 8,000), and a fresh one loads each burst at once, then
 the 16 prompts beside 16 requests that decode. Rates are shares of what pinned copies, direct reads and direct writes
 reach in the same run.
 """
@@ -35,27 +35,26 @@ def ceilings(setup: EngineSetup, is_tiny: bool) -> dict[str, float]:
     return found
 
 
-def measure(setup: EngineSetup, system: str, shapes: dict[str, tuple[int, int]], is_tiny: bool) -> dict[str, Any]:
+def measure(
+    setup: EngineSetup, system: str, kinds: list[str], shapes: dict[str, tuple[int, int]], is_tiny: bool
+) -> dict[str, Any]:
     """Run the two processes of a system, with an empty folder before and after."""
-    decoders = 2 if is_tiny else DECODERS
     warm_up = ["warm_up", 256 if is_tiny else 2048]
     setup.clear(system)
-    burst = setup.run(f"burst-{system}", system, [warm_up, ["save_burst", "save", *shapes["save"]]])
-    setup.clear(system)
-    kept = [["save_burst", kind, *shapes[kind]] for kind in ("long", "short")]
-    kept.append(["save_burst", "shared", 1, shapes["shared"][1]])
-    stored = setup.run(f"store-{system}", system, [warm_up, *([*step] for step in kept)])
-    loads = [["load_burst", kind, *shapes[kind]] for kind in ("long", "short")]
+    saves = [["save_burst", kind, *shapes[kind]] for kind in kinds]
+    saves.append(["save_burst", "shared", 1, shapes["shared"][1]])
+    stored = setup.run(f"store-{system}", system, [warm_up, *saves])
+    loads = [["load_burst", kind, *shapes[kind]] for kind in kinds]
     loads.append(["shared_burst", *shapes["shared"], TAIL_TOKENS])
-    loads.append(["decode_beside", decoders, "long", *shapes["long"]])
+    loads.append(["decode_beside", 2 if is_tiny else DECODERS, "long", *shapes["long"]])
     loaded = setup.run(f"load-{system}", system, [warm_up, *loads])
     setup.clear(system)
-    return {"burst": burst, "stored": stored, "loaded": loaded}
+    return {"stored": stored, "loaded": loaded}
 
 
 def rows_of(system: str, found: dict[str, Any], limits: dict[str, float], token_bytes: int) -> list[tuple[str, ...]]:
     """Return the rows of the table: system, measure, value, share of a ceiling."""
-    burst, loaded = found["burst"]["save_burst"], found["loaded"]
+    burst, loaded = found["stored"]["save_burst"], found["loaded"]
     writes = limits[f"writes_{FILES}"]
     rate = min(limits["reads"], limits.get("h2d_bytes_s", limits["reads"]))
     stored = " of ".join(map(str, burst.get("stored_chunks", ())))
@@ -92,6 +91,7 @@ def main() -> int:
     made = parser("gpu.under_load", __doc__, 200.0)
     add_timed_engine(made, 0.8)
     made.add_argument("--systems", default="kvtier,native", help="separated by commas")
+    made.add_argument("--kinds", default="save,long,short", help="bursts, long among them; they take 86 GB in all")
     options = made.parse_args()
     setup, shapes = EngineSetup.timed(options), TINY_SHAPES if options.tiny else SHAPES
     setup.folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def main() -> int:
     content: dict[str, Any] = {"folder": str(setup.folder), "shapes": shapes, "ceilings": limits, "systems": {}}
     rows: list[tuple[str, ...]] = []
     for system in options.systems.split(","):
-        found = content["systems"][system] = measure(setup, system, shapes, options.tiny)
+        found = content["systems"][system] = measure(setup, system, options.kinds.split(","), shapes, options.tiny)
         report.write(options.out, "bursts of saves and loads, and decoding beside them", content)
         rows += rows_of(system, found, limits, setup.token_bytes)
     report.table(("system", "measure", "value", "share"), rows)
