@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Response
@@ -24,6 +25,7 @@ from kvtier.server.service import Service
 log = logging.getLogger("kvtier")
 
 router = APIRouter(prefix="/api/v1", dependencies=[Depends(no_parameters)])
+remove = partial(router.delete, status_code=204, response_class=Response)
 
 Label = Annotated[str, Path(min_length=1, max_length=TENANT_BYTES_MAX, pattern=r"^[^/]+$")]
 NamespaceId = Annotated[HexId, Path()]
@@ -86,14 +88,7 @@ def pin(role: AnAdmin, opened: TheRoot, service: TheService, wanted: PinRequest)
     return row
 
 
-@router.delete(
-    "/pins/{pin_id}",
-    summary="Remove a pin",
-    tags=["pins"],
-    status_code=204,
-    response_class=Response,
-    responses=problems(404),
-)
+@remove("/pins/{pin_id}", summary="Remove a pin", tags=["pins"], responses=problems(404))
 def unpin(role: AnAdmin, opened: TheRoot, service: TheService, pin_id: PinId) -> None:
     """Remove a pin. The sets that it protected may be evicted again."""
     if not change.drop_pin(opened, pin_id):
@@ -108,14 +103,7 @@ def put_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label:
     return _set_quota(opened, service, _tenant_note(label), wanted)
 
 
-@router.delete(
-    "/quotas/tenants/{label}",
-    summary="Reset a tenant's quota",
-    tags=["quotas"],
-    status_code=204,
-    response_class=Response,
-    responses=problems(404, 409),
-)
+@remove("/quotas/tenants/{label}", summary="Reset a tenant's quota", tags=["quotas"], responses=problems(404, 409))
 def drop_tenant_quota(role: AnAdmin, opened: TheRoot, service: TheService, label: Label) -> None:
     """Return to the quota of the settings."""
     _drop_quota(opened, service, _tenant_note(label))
@@ -136,14 +124,7 @@ def put_namespace_quota(
     return _set_quota(opened, service, namespace_note(bytes.fromhex(namespace)), wanted)
 
 
-@router.delete(
-    "/quotas/namespaces/{namespace}",
-    summary="Reset a namespace's quota",
-    tags=["quotas"],
-    status_code=204,
-    response_class=Response,
-    responses=problems(404),
-)
+@remove("/quotas/namespaces/{namespace}", summary="Reset a namespace's quota", tags=["quotas"], responses=problems(404))
 def drop_namespace_quota(role: AnAdmin, opened: TheRoot, service: TheService, namespace: NamespaceId) -> None:
     """Return to the quota of the settings."""
     _drop_quota(opened, service, namespace_note(bytes.fromhex(namespace)))
