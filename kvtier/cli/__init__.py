@@ -8,25 +8,9 @@ from collections.abc import Sequence
 
 import typer
 
-from kvtier.cli import bench, check, doctor, evict, index, lookup, pins, plan, quotas, serve, stats, verify
+from kvtier.cli import bench, check, doctor, evict, index, lookup, pins, plan, quotas, serve, stats, verify  # noqa: F401
 from kvtier.cli.app import app, drop_output
 from kvtier.runtime.exit_status import NOT_DONE, OK
-
-__all__ = [
-    "bench",
-    "check",
-    "doctor",
-    "evict",
-    "index",
-    "lookup",
-    "main",
-    "pins",
-    "plan",
-    "quotas",
-    "serve",
-    "stats",
-    "verify",
-]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
