@@ -56,33 +56,7 @@ OVERRIDES_OPEN_SIGNATURES = ("kvtier.connectors.vllm", "kvtier.connectors.faults
 ENGINES_AND_WEB = ("vllm", "lmcache", "dynamo", "fastapi", "starlette", "uvicorn")
 MAY_USE_THEM = ("benchmarks", "kvtier.connectors", "kvtier.server")
 
-# Folders whose prose follows LAYOUT's rules; the others are rewritten one after the other.
-PLAIN_PROSE: tuple[str, ...] = (
-    "benchmarks",
-    "kvtier._bootstrap",
-    "kvtier.admin",
-    "kvtier.arena",
-    "kvtier.build",
-    "kvtier.cli",
-    "kvtier.codecs",
-    "kvtier.config",
-    "kvtier.connectors",
-    "kvtier.doctor",
-    "kvtier.errors",
-    "kvtier.eviction",
-    "kvtier.format",
-    "kvtier.index",
-    "kvtier.io",
-    "kvtier.kernels",
-    "kvtier.maintenance",
-    "kvtier.model",
-    "kvtier.plan",
-    "kvtier.planner",
-    "kvtier.runtime",
-    "kvtier.scheduler",
-    "kvtier.server",
-    "kvtier.storage",
-)
+PROSE_LATER = ("kvtier.worker",)  # its prose is rewritten to LAYOUT's rules next
 FIRST_WORDS = {"What", "Who", "Whose", "Whether", "Which", "How", "Where", "When"}
 FIRST_WORDS |= {"Of", "From", "Those", "That", "As", "So", "Until", "Beside"}
 NOT_IN_PROSE = re.compile(
@@ -197,9 +171,7 @@ def is_reraised(handler: ast.ExceptHandler) -> bool:
 
 
 def handler_faults(handler: ast.ExceptHandler, name: str) -> Iterator[str]:
-    if handler.type is None:
-        yield f"line {handler.lineno}: bare except"
-        return
+    assert handler.type is not None, "ruff refuses a bare except"
     caught = {x.id for x in ast.walk(handler.type) if isinstance(x, ast.Name)}
     if caught & {"Exception", "BaseException"} and not is_reraised(handler) and not within(name, CATCHES_EVERYTHING):
         yield f"line {handler.lineno}: catches everything"
@@ -349,7 +321,9 @@ def test_who_must_never_reach_whom() -> None:
     assert list(reach_faults(MODULES)) == []
 
 
-@pytest.mark.parametrize("source", [x for x in MODULES if within(x.name, PLAIN_PROSE)], ids=lambda source: source.name)
+@pytest.mark.parametrize(
+    "source", [x for x in MODULES if not within(x.name, PROSE_LATER)], ids=lambda source: source.name
+)
 def test_prose(source: Source) -> None:
     assert list(prose_faults(source)) == []
 
@@ -384,7 +358,6 @@ PLANTED = {
         "def f(**options): ...": "hides what is taken",
         "class C:\n def f(self):\n" + "".join(f"  self.a{n} = 1\n" for n in range(16)): "C: 16 fields",
         "@dataclass\nclass C:\n" + "".join(f" a{n}: int\n" for n in range(16)): "C: 16 fields",
-        "try:\n f()\nexcept:\n pass": "bare except",
         "try:\n f()\nexcept (OSError, Exception):\n pass": "catches everything",
         "import os\nos.environ['x']": "reads the environment",
         "from os import getenv\ngetenv('x')": "reads the environment",
