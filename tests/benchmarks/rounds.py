@@ -16,6 +16,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FAKE_ENGINE = f"{sys.executable} {HERE / 'fake_engine.py'}"
 TIMEOUT_S = 300
+# The stand-in has counted before it answers, so nothing waits for that.
+WRAPPER = "import runpy\nfrom benchmarks.serving import counters\ncounters.COUNTED_S = 0.0\n"
+WRAPPER += "runpy.run_module('benchmarks.serving', run_name='__main__')"
 
 
 class Wrapper:
@@ -29,7 +32,7 @@ class Wrapper:
     def start(
         self, benchmark: str, own: Sequence[str] = (), flags: Sequence[str] = (), **environment: str
     ) -> subprocess.Popen[str]:
-        words = [sys.executable, "-m", "benchmarks.serving", benchmark, "--model", "a-model", "--program", FAKE_ENGINE]
+        words = [sys.executable, "-c", WRAPPER, benchmark, "--model", "a-model", "--program", FAKE_ENGINE]
         words += ["--work", str(self.folder), "--out", str(self.out), *own, "--", *flags]
         variables = os.environ | {"FAKE_ENGINE_LOG": str(self._engines)} | environment
         return subprocess.Popen(

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from benchmarks import aiperf_ttft, long_doc_qa
-from benchmarks.serving import client
+from benchmarks.serving import __main__ as serving
+from benchmarks.serving import client, counters
 from benchmarks.serving.server import environment
 from tests.benchmarks.rounds import Wrapper
 
@@ -70,7 +71,8 @@ def test_a_server_is_named_in_the_same_way(benchmark: object) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:1", "127.0.0.1:1", "http://"])
-def test_an_address_of_no_server(url: str, tmp_path: Path) -> None:
+def test_an_address_of_no_server(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counters, "COUNTED_S", 0.0)
     out = ["--out", str(tmp_path / "r.json"), "--base-url", url, "--num-documents", "1", "--document-length", "2"]
     with pytest.raises(SystemExit, match="names no model"):
         long_doc_qa.main(out)
@@ -96,13 +98,15 @@ def test_an_answer_of_another_form_is_one_that_failed(event: str, monkeypatch: p
     ],
 )
 def test_wrong_flags_start_no_server_and_remove_no_result(
-    own: list[str], flags: list[str], why: str, tmp_path: Path
+    own: list[str], flags: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrapper = Wrapper(tmp_path)
-    wrapper.out.write_text("of yesterday")
-    status, printed = wrapper.run("long_doc_qa", own, flags)
-    assert status != 0 and why in printed and "Traceback" not in printed
-    assert wrapper.engines() == [] and wrapper.out.read_text() == "of yesterday"
+    out = tmp_path / "result.json"
+    out.write_text("of yesterday")
+    places = ["--model", "m", "--program", "no-such-program", "--work", str(tmp_path), "--out", str(out)]
+    with pytest.raises(SystemExit) as ended:
+        serving.main(["long_doc_qa", *places, *own, "--", *flags])
+    assert ended.value.code == 2 and why in capsys.readouterr().err
+    assert out.read_text() == "of yesterday"
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
