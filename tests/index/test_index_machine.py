@@ -43,6 +43,8 @@ def location(set_id: int, rank: int, slot: int, extent: Extent) -> Location:
 
 LOCATIONS = st.builds(location, SET_IDS, st.integers(0, 1), st.integers(0, 3), st.sampled_from(EXTENTS))
 RECORDS = st.builds(NewRecord, st.sampled_from(KEYS), LOCATIONS, st.just(WHOLE))
+# A slot of a file holds one record, so that no batch has two in one.
+BATCHES = st.lists(RECORDS, max_size=5, unique_by=lambda record: entry.place(record.location))
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -60,7 +62,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.close()
         shutil.rmtree(self.folder)
 
-    @rule(records=st.lists(RECORDS, max_size=5), into_unowned=st.booleans())
+    @rule(records=BATCHES, into_unowned=st.booleans())
     def publish(self, records: list[NewRecord], into_unowned: bool) -> None:
         assert self.index.publish(records, into_unowned=into_unowned) == self.model.publish(
             records, into_unowned=into_unowned
@@ -81,7 +83,7 @@ class IndexMachine(RuleBasedStateMachine):
         info = SetInfo(set_id, KEYS[0], owner, n_bytes, self.now_s, self.now_s, tenant=tenant)
         assert self.index.create_set(info) == self.model.create_set(info)
 
-    @rule(set_id=SET_IDS, records=st.lists(RECORDS, max_size=5))
+    @rule(set_id=SET_IDS, records=BATCHES)
     def read_back_set(self, set_id: int, records: list[NewRecord]) -> None:
         info = SetInfo(set_id, KEYS[0], UNOWNED, 1, self.now_s, self.now_s, is_open=False)
         mine = [record for record in records if record.location.set_id == set_id]
