@@ -53,10 +53,10 @@ from kvtier.storage.root import (
 )
 from kvtier.storage.segments import SegmentFolders, Sharing, direct_io_works
 from kvtier.storage.start_wait import in_time
-from kvtier.worker.arenas import Memory, cuda_memory, host_memory
+from kvtier.worker.arenas import cuda_memory, host_memory
 from kvtier.worker.context import Quarantine, WorkerContext, arena_slot_bytes
 from kvtier.worker.io_setup import open_io
-from kvtier.worker.saves import SaveBounds
+from kvtier.worker.saving import SaveBounds
 from kvtier.worker.transfer import Transfer, TransferJobs, Upkeep
 
 log = logging.getLogger("kvtier")
@@ -282,23 +282,22 @@ def open_transfer(
         metrics,
         settings.io.timeout_s,
     )
-    jobs = _transfer_jobs(settings, memory)
+    jobs = _transfer_jobs(settings)
     cost = io.cost.of_share(codec, geometry, share) if io.cost else None
     bounds = SaveBounds(min(settings.queues.save_chunks_max, memory.save_slots), memory.held_slots)
-    upkeep = Upkeep(lambda: memory.pin(jobs.loop), memory.make_way, memory.release)
+    upkeep = Upkeep(memory.pin, memory.make_way, memory.release)
     transfer = Transfer(worker, jobs, _admissions(settings, device.type), bounds, cost, upkeep)
     transfer.start()
     return transfer
 
 
-def _transfer_jobs(settings: Settings, memory: Memory) -> TransferJobs:
-    """Return the thread pools of a worker."""
+def _transfer_jobs(settings: Settings) -> TransferJobs:
+    """Return the threads of a worker."""
     queues = settings.queues
     return TransferJobs(
         ThreadJobs("loop", 1, 1),
         ThreadJobs("load", queues.load_threads, queues.load_threads + EXTRA_THREADS_MAX),
-        ThreadJobs("lower", 1, queues.save_chunks_max),
-        ThreadJobs("save", queues.save_threads, max(queues.save_chunks_max, memory.host.n_slots if memory.host else 0)),
+        ThreadJobs("save", queues.save_threads, queues.save_threads + EXTRA_THREADS_MAX),
     )
 
 

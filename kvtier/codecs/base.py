@@ -44,7 +44,7 @@ class Mover(Protocol):
     """
 
     def encode(self, moves: Sequence[Move]) -> Encoded | None:
-        """Blocks -> slabs; padding, which was blanked (worker.saves), is left as it is. None: nothing is ever refused,
+        """Blocks -> slabs; padding, which was blanked (worker.saving), is left as it is. None: nothing is ever refused,
         and no sums were taken."""
         ...
 

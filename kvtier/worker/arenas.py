@@ -1,4 +1,4 @@
-"""The arenas of one worker, made at start (I7): where the engine's pages lie on a GPU, slots beside them (staging, and
+"""Arenas of one worker, made at start (I7): where the engine's pages are on a GPU, slots beside them (staging, and
 the hbm arena) and a pinned host arena below; on the CPU one arena in host memory."""
 
 from __future__ import annotations
@@ -29,30 +29,28 @@ from kvtier.worker.cuda_events import CudaOrder, HostOrder, Order
 
 log = logging.getLogger("kvtier")
 
-ARENA_SLOTS_MIN = 4
-"""Fewer can't hold a save and a load side by side."""
+ARENA_SLOTS_MIN = 4  # fewer can't hold a save and a load side by side
+# Steps whose chunks are in staging at a time: engines launch a step ahead of the one that runs, and the chunks of the
+# step before are still on their way down.
 STEPS_IN_FLIGHT = 3
-"""Whose chunks lie in staging at a time: engines launch a step ahead of the one that runs, and the chunks of the step
-before are still on their way down."""
-LOAD_SLOTS = 32
-"""Staging for loads, beside that for saves."""
+LOAD_SLOTS = 32  # staging slots for loads, beside those for saves
+# Bytes pinned in one call, some 4 ms, in which the driver holds locks that launches and copies need. (H200, tmpfs: with
+# pinning going on, loads ran at 30 GB/s instead of 47, and a step of the model took 29 ms instead of 15.)
 PIN_BYTES = 32 << 20
-"""Pinned in one call, some 4 ms: the driver holds locks meanwhile that launches and copies need. (H200, tmpfs: with
-pinning going on, loads ran at 30 GB/s instead of 47, and a step of the model took 29 ms instead of 15.)"""
+# Interval at which pinning looks whether loads have ended, and the longest time for which it makes way for them (saves
+# need the arena too), seconds.
 PIN_LOOK_S, PIN_YIELD_MAX_S = 0.01, 2.0
-"""Pinning looks so often whether loads have ended, and lets them go first for so long at most, because saves need the
-arena too."""
-HBM_SPARE_BYTES = 512 << 20
-"""Left free for what the engine allocates after its KV cache (CUDA graphs, workspaces)."""
+HBM_SPARE_BYTES = 512 << 20  # left free for what the engine allocates after its KV cache (CUDA graphs, workspaces)
+# Share of free memory that staging of the default size takes at most: an engine that was given nearly all memory still
+# captures its graphs.
 HBM_SHARE = 2 / 3
-"""Of what is free, that staging of the default size takes at most: an engine that was given nearly all memory still
-captures its graphs."""
 
 
 class Memory(NamedTuple):
     """Arenas of one worker. arena, host, order, sums: see worker.context.WorkerContext. save_slots: of the arena, that
     saves may hold; held_slots: beside those, that wait there for their records. pin: begins to pin, in the background,
-    behind the loads that it is given. make_way: the engine is at work now. release: after the last use."""
+    and makes way while the call that it is given says that loads are under way. make_way: the engine is at work now.
+    release: after the last use."""
 
     arena: ChunkArena
     host: ChunkArena | None
@@ -60,7 +58,7 @@ class Memory(NamedTuple):
     sums: Callable[[Sequence[SlabRun]], list[tuple[int, ...]]]
     save_slots: int
     held_slots: int = 0
-    pin: Callable[[Jobs], None] = lambda loads: None
+    pin: Callable[[Callable[[], bool]], None] = lambda is_loading: None
     make_way: Callable[[], None] = lambda: None
     release: Callable[[], None] = lambda: None
 
@@ -129,11 +127,11 @@ class Pinner:
         self._is_closed = threading.Event()
         self._makes_way = threading.Event()
         self._pinned: list[int] = []
-        self._loads: Jobs | None = None
+        self._is_loading: Callable[[], bool] = lambda: False
 
-    def start(self, loads: Jobs) -> None:
-        """Begins, and makes way for `loads` when there are any."""
-        self._loads = loads
+    def start(self, is_loading: Callable[[], bool]) -> None:
+        """Begin, and make way while loads are under way."""
+        self._is_loading = is_loading
         self._jobs.submit(self._pin)
 
     def make_way(self) -> None:
@@ -178,11 +176,10 @@ class Pinner:
             took_s = time.monotonic() - started_s
 
     def _let_others_go_first(self, took_s: float) -> None:
-        assert self._loads is not None
         if self._makes_way.is_set():
             self._is_closed.wait(took_s)
         for _ in range(round(PIN_YIELD_MAX_S / PIN_LOOK_S)):
-            if not self._loads.pending() or self._is_closed.wait(PIN_LOOK_S):
+            if not self._is_loading() or self._is_closed.wait(PIN_LOOK_S):
                 return
 
 

@@ -1,4 +1,4 @@
-"""What both directions of a Transfer work with, and where their late I/O goes."""
+"""Worker context: parts that loads and saves share, and the quarantine of their late I/O."""
 
 from __future__ import annotations
 

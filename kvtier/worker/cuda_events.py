@@ -1,10 +1,10 @@
-"""When bytes may move, relative to what the engine has launched on the GPU. On the CPU nothing is ever pending.
+"""CUDA stream order: when bytes may move, relative to the engine's launches on the GPU. On the CPU nothing is pending.
 
 CUDA runs what a stream is given in order, and streams side by side unless one waits for an event of another. The
-engine's work lies on its own current stream:
+engine's work is on its own current stream:
 
 - a gather is launched on that stream itself, so later forwards cannot overwrite blocks before they are gathered;
-- whoever reads a gathered slot, or gives it to somebody else, waits for a `mark` that was taken after the gather;
+- a gathered slot is read, or given to another chunk, after a `mark` that was taken behind the gather is done;
 - a scatter runs behind a mark taken when the load began: by then the engine has launched the zeroing of the blocks and
   everything that their previous owner did with them;
 - the engine computes on loaded blocks only after it was told that the load ended, which is after the scatter has.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -26,15 +26,14 @@ from kvtier.io import cuda
 
 log = logging.getLogger("kvtier")
 
-Mark = Any
-"""Everything that was launched before some moment."""
+Mark = Any  # everything that was launched before some moment
 
 
 class Order(Protocol):
     """Thread-safe."""
 
     def mark(self) -> Mark:
-        """What the engine has launched so far; called on the engine's thread."""
+        """Return a mark of all that the engine has launched so far; called on the engine's thread."""
         ...
 
     def wait(self, mark: Mark) -> None:
@@ -46,11 +45,7 @@ class Order(Protocol):
         ...
 
     def is_done(self, mark: Mark) -> bool:
-        """Whether `wait` would return at once."""
-        ...
-
-    def moving(self, *after: Mark) -> AbstractContextManager[None]:
-        """A place for copies and launches, behind the marks; leaving it waits until they are done."""
+        """Return True if `wait` would return at once."""
         ...
 
     def launching(self) -> AbstractContextManager[None]:
@@ -61,12 +56,12 @@ class Order(Protocol):
         """Runs `work`, which launches, behind the marks; does not wait for what it launched."""
         ...
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies bytes of equal shape, within `moving`."""
+    def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+        """Start a copy that nothing else waits for, anywhere. Both must stay until its mark is done."""
         ...
 
-    def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
-        """Starts a copy that nothing else waits for, anywhere. Both must stay until its mark is done."""
+    def begin_copies_down(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+        """Start copies, (target, source), into host memory; they run beside those of `begin_copy`."""
         ...
 
 
@@ -85,24 +80,23 @@ class HostOrder:
     def is_done(self, mark: Mark) -> bool:
         return True
 
-    def moving(self, *after: Mark) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def launching(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def begin(self, work: Callable[[], None], *after: Mark) -> Mark:
         work()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
     def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
         target.copy_(source)
 
+    def begin_copies_down(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+        for target, source in pairs:
+            target.copy_(source)
+
 
 class CudaOrder:
-    """Streams that do not wait for the legacy default stream, two a thread: one for launches, one for copies ahead.
+    """Streams that do not wait for the legacy default stream, three a thread: for launches, for copies ahead, and for
+    copies of saves into host memory.
 
     Made on the engine's thread.
     """
@@ -128,14 +122,6 @@ class CudaOrder:
         return bool(mark.query())
 
     @contextmanager
-    def moving(self, *after: Mark) -> Iterator[None]:
-        with self._launching("moving", *after) as stream:
-            try:
-                yield
-            finally:
-                self.wait(self._record(stream))
-
-    @contextmanager
     def launching(self) -> Iterator[None]:
         with self._launching("moving"):
             yield
@@ -149,13 +135,17 @@ class CudaOrder:
                 stream.synchronize()  # part of it may be on its way
                 raise
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
-
     def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
-        with self._launching("copying") as stream:
-            self.copy(target, source)
-            return self._record(stream)
+        return self._begin_copies("copying", [(target, source)])
+
+    def begin_copies_down(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+        return self._begin_copies("copying_down", pairs)
+
+    def _begin_copies(self, stream: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+        with self._launching(stream) as launched:
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            return self._record(launched)
 
     @contextmanager
     def _launching(self, name: str, *after: Mark) -> Iterator[torch.cuda.Stream]:

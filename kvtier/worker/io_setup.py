@@ -22,8 +22,8 @@ from kvtier.worker.context import ChunkArena
 
 log = logging.getLogger("kvtier")
 
+# Seconds that any load takes beside its bytes, until loads were seen: planning, and its way through the engine's steps.
 LOAD_FIXED_S = 0.003
-"""What any load takes beside its bytes, until loads were seen: planning it, and its way through the engine's steps."""
 
 _abandoned: list[ChunkArena] = []
 
@@ -35,7 +35,7 @@ class MountCost(NamedTuple):
     byte_s: float
 
     def of_share(self, codec: Codec, geometry: Geometry, share: RankShare) -> LoadCost:
-        """Of the tokens that this rank loads its share of."""
+        """Return the cost of the tokens that this rank loads its share of."""
         chunk_bytes = share.reads.n_heads * slab_bytes(codec, geometry, share.reads)
         return LoadCost(self.fixed_s, self.byte_s * chunk_bytes / geometry.chunk_tokens)
 

@@ -248,7 +248,7 @@ class ChunkLoader:
             arena.discard(slot)
 
     def abandon(self, fetch: Fetch) -> None:
-        """Give back what a chunk holds that nobody waits for. Reads under way keep their slots until they return."""
+        """Give back what a chunk holds that no load waits for. Reads under way keep their slots until they return."""
         slot, fetch.slot, fetch.state = fetch.slot, -1, State.ENDED
         if slot < 0:
             return
@@ -270,6 +270,11 @@ class ChunkLoader:
         else:
             slots.close()
             self._close(fetch)
+
+    @property
+    def has_to_close(self) -> bool:
+        """Return True if segments wait to be released."""
+        return bool(self._to_close)
 
     def close_segments(self, at_least: int = 1) -> None:
         """Have the pool release the segments of chunks that are done, which may close files and take long."""
@@ -319,7 +324,7 @@ class ChunkLoader:
                 continue
             if result is not None:
                 fetch.sources, fetch.state = result.sources, State.READING
-            if not fetch.wanted_by:  # all loads gave it up meanwhile
+            if not fetch.wanted_by:  # all loads gave it up
                 self.abandon(fetch)
             elif result is None:
                 self._to_open.append(fetch)
@@ -423,7 +428,7 @@ class ChunkLoader:
         self._loop.when_done(mark, end)
 
     def _close(self, fetch: Fetch) -> None:
-        """Let go of what is held: open segments with the next `close_segments`."""
+        """Release what is held: open segments with the next `close_segments`."""
         held = fetch.held.pop_all()
         if fetch.origin is Origin.FILES:
             self._to_close.append(held)

@@ -1,170 +1,107 @@
-"""The loads of a worker: one loop, which owns the state of all of them and never waits for storage or the index.
+"""Transfer loop: one thread that owns the state of a worker's loads and saves, and never waits for storage or index.
 
-A turn takes what has ended (reads, copies, scatters, work of the pool), verifies what has arrived and scatters what is
-verified, whichever loads it belongs to, in one launch each, and begins as many reads as are worth having under way.
-Each load is answered exactly once, by its deadline unless its scatters still run (I10). Bytes that fail their checksum
-never reach the engine (I2): from the first bad chunk on, the blocks are reported as failed.
-
-The loop is a job: it ends when only the pool or the engine can give it work, and they wake it.
+Other threads hand it work with `post`. What may wait runs on the threads of a pool, and comes back with `post`. A turn
+takes what was posted and what the device has done, and then runs the steps of the loads and those of the saves. The
+loop is a job: it ends when only a pool or the engine can give it work, and they wake it.
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from typing import Any, Protocol
 
-from kvtier.arena.admission import Admissions
-from kvtier.errors import Corrupt, TierUnavailable
-from kvtier.maintenance.record_check import Rechecks
-from kvtier.plan import LoadChunk, LoadDone, LoadPlan
-from kvtier.runtime import metrics as names
-from kvtier.runtime.repeated_log import RepeatedLog, cause_of
+from kvtier.io.engines import Reads
 from kvtier.runtime.threads import Jobs
 from kvtier.worker.context import WorkerContext
 from kvtier.worker.cuda_events import Mark
-from kvtier.worker.loading import ChunkLoader, Fetch, Load, Part, State
-from kvtier.worker.record_reader import FetchFailed, SegmentGone
 from kvtier.worker.task_pool import TaskPool, Then
 
-WINDOW_BYTES = 2 << 30
-WINDOW_MIN, WINDOW_MAX = 8, 64
-"""Chunks that may hold slots at a time, over all loads. A chunk is opened, read, verified and scattered in turns of
-their own, and on an H100 beside a thread that holds the interpreter lock for 4 of 7 ms a turn took 7 to 15 ms, in which
-0.7 GiB are read: with a window of 1 GiB the storage idled."""
-TOGETHER_MAX = 64  # chunks that are verified or scattered in one launch on a device; on the CPU one launch is no gain
-ORDER_BYTES_S = 10e9
-"""A load waits behind those that were asked for earlier, unless they are larger: each counts as asked for later by the
-time that its bytes take at this rate."""
 PAUSE_MIN_S, PAUSE_MAX_S = 0.0003, 0.008  # pause after a turn in which nothing had ended; it doubles up to the maximum
-CLOSED_TOGETHER = 16  # chunks whose segments are released together while loads are under way
-ANSWER_LOOK_S = 0.05  # interval at which who waits for an answer looks for deadlines that have passed, seconds
 
 
-class LoadAnswers:
-    """Answers of loads, taken by the engine's thread. Thread-safe."""
+class Half(Protocol):
+    """The loads or the saves. All methods but `is_due` are called on the loop's thread."""
 
-    def __init__(self, worker: WorkerContext) -> None:
-        self._worker = worker
-        self._changed = threading.Condition()
-        self._unanswered: dict[Load, None] = {}
-        self._done: list[LoadDone] = []
-        self._timings: list[tuple[int, float]] = []
+    def turn(self) -> bool:
+        """Take every chunk as far as it goes now. Return False if nothing changed."""
+        ...
 
-    def expect(self, load: Load) -> None:
-        with self._changed:
-            self._unanswered[load] = None
+    def is_polled(self) -> bool:
+        """Return True while something is under way that does not wake the loop, as I/O is."""
+        ...
 
-    def unanswered(self) -> list[Load]:
-        with self._changed:
-            return list(self._unanswered)
+    def under_way(self) -> Reads | None:
+        """Return the oldest I/O that is under way."""
+        ...
 
-    def add(self, load: Load, done: LoadDone) -> None:
-        with self._changed:
-            del self._unanswered[load]
-            self._done.append(done)
-            if not done.failed_blocks:
-                n_tokens = tokens_of(self._worker, load.plan.chunks)
-                self._timings.append((n_tokens, self._worker.clock() - load.asked_s))
-            self._changed.notify_all()
+    def is_due(self, now_s: float) -> bool:
+        """Return True if the loop has work that comes with time alone, such as a deadline. Called on any thread."""
+        ...
 
-    def wait(self, timeout_s: float) -> bool:
-        """Return True once there is an answer to take."""
-        with self._changed:
-            return bool(self._done) or self._changed.wait(timeout_s)
-
-    def take(self) -> list[LoadDone]:
-        with self._changed:
-            done, self._done = self._done, []
-        return done
-
-    def take_timings(self) -> list[tuple[int, float]]:
-        with self._changed:
-            timings, self._timings = self._timings, []
-        return timings
+    def give_up(self) -> None:
+        """End all that was taken, after a fault of the loop."""
+        ...
 
 
-class LoadLoop:
-    """`load`, `take_done` and `take_timings` are called by the engine's thread; `turn` runs on the loop's thread.
+class TransferLoop:
+    """`post`, `look` and `pool` may be called on any thread, all else on the loop's.
 
     Args:
-        jobs: run the loop, on one thread. pool: run what may wait for storage or the index.
+        jobs: run the loop, on one thread.
     """
 
-    def __init__(self, worker: WorkerContext, admit: Admissions, jobs: Jobs, pool: Jobs) -> None:
+    def __init__(self, worker: WorkerContext, jobs: Jobs) -> None:
+        self.halves: list[Half] = []
         self._worker = worker
         self._jobs = jobs
-        self._pool = TaskPool(pool, worker.clock, worker.timeout_s, self._task_ended)
-        self._chunks = ChunkLoader(worker, admit, self)
-        self._answers = LoadAnswers(worker)
-        self._log = RepeatedLog(worker.clock)
-        # Only the loop's thread uses these:
-        self._loads: list[Load] = []  # in the order in which they are served
-        self._fetches: dict[bytes, Fetch] = {}
-        self._pending: list[tuple[Mark, Callable[[], None]]] = []
-        self._lacks_slot = False
+        self._pools: list[TaskPool] = []
+        self._marks: list[tuple[Mark, Callable[[], None]]] = []
         self._pause_s = PAUSE_MIN_S
         # All threads use these, under the lock:
         self._changed = threading.Condition()
         self._is_running = False
-        self._asked: deque[Load] = deque()
-        self._ended: deque[tuple[Then, object]] = deque()
+        self._posted: deque[tuple[Then, Any]] = deque()
+        self.n_posted = 0
 
-    @property
-    def _window(self) -> int:
-        """Return how many chunks may hold slots at a time."""
-        return max(WINDOW_MIN, min(WINDOW_MAX, WINDOW_BYTES // self._worker.arena.slot_bytes))
+    def pool(self, jobs: Jobs) -> TaskPool:
+        """Return a pool of threads whose results come back to the loop."""
+        made = TaskPool(jobs, self._worker.clock, self._worker.timeout_s, self.post)
+        self._pools.append(made)
+        return made
 
-    @property
-    def _together(self) -> int:
-        return TOGETHER_MAX if self._worker.arena.is_device else 1
-
-    @property
-    def rechecks(self) -> Rechecks:
-        return self._chunks.reader.rechecks
-
-    # --- the engine's thread ---
-
-    def load(self, plan: LoadPlan) -> None:
-        """Queue a plan. Its answer comes with `take_done`."""
-        now_s, n_chunks = self._worker.clock(), len(plan.chunks)
-        turn_s = now_s + n_chunks * self._worker.arena.slot_bytes / ORDER_BYTES_S
-        waiting = list(range(n_chunks - 1, -1, -1))
-        deadline_s = now_s + self._worker.timeout_s
-        after = self._worker.order.mark()
-        load = Load(plan, after, now_s, deadline_s, turn_s, waiting, n_chunks, n_chunks)
+    def post(self, then: Then, value: Any) -> bool:
+        """Have `then(value)` called on the loop's thread. Return False if the loop is closed, and it will not be."""
         with self._changed:
-            self._answers.expect(load)
-            self._asked.append(load)
-            is_taken = self._wake()
-            if not is_taken:
-                self._asked.remove(load)
-        if not is_taken:  # closed
-            self._answer(load)
+            self._posted.append((then, value))
+            self.n_posted += 1
+            if self._wake():
+                return True
+            self._posted.pop()
+            return False
 
-    def take_timings(self) -> list[tuple[int, float]]:
-        """Return (tokens, seconds from asking to the end) of whole loads since the last take."""
-        return self._answers.take_timings()
-
-    def take_done(self, timeout_s: float) -> list[LoadDone]:
-        """Return the answers since the last take; wait at most `timeout_s` for one."""
-        ends_s = self._worker.clock() + timeout_s
-        while True:
-            self._look_for_deadlines()
-            left_s = ends_s - self._worker.clock()
-            if left_s <= 0 or self._answers.wait(min(left_s, ANSWER_LOOK_S)):
-                return self._answers.take()
-
-    def _look_for_deadlines(self) -> None:
-        """Wake the loop where it has work although neither engine nor pool gave it any."""
+    def look(self) -> None:
+        """Wake the loop where it has work although nothing was posted."""
         now_s = self._worker.clock()
-        is_late = any(load.deadline_s <= now_s for load in self._answers.unanswered())
-        if is_late or self._lacks_slot or self._pool.has_still():
+        if any(half.is_due(now_s) for half in self.halves) or any(pool.has_still() for pool in self._pools):
             with self._changed:
                 self._wake()
+
+    def when_done(self, mark: Mark, then: Callable[[], None]) -> None:
+        """Run `then` on the loop's thread once the mark is done."""
+        self._marks.append((mark, then))
+
+    def turn(self) -> bool:
+        """Take all work as far as it goes now. Return False if nothing changed."""
+        has_moved = self._take_posted()
+        has_moved |= self._take_marks()
+        for half in self.halves:
+            has_moved |= half.turn()
+        for pool in self._pools:
+            pool.staff()
+        return has_moved
 
     def _wake(self) -> bool:
         """Have the loop run. Return False if it is closed. The caller holds the lock."""
@@ -174,357 +111,61 @@ class LoadLoop:
         self._is_running = self._jobs.submit(self._run)
         return self._is_running
 
-    # --- the loop's thread ---
-
     def _run(self) -> None:
         try:
             while True:
                 has_moved = self.turn()
-                with self._changed:
-                    if not has_moved and not self._asked and not self._ended and not self._polls():
-                        self._is_running = False
-                        return
                 if has_moved:
                     self._pause_s = PAUSE_MIN_S
-                else:
-                    self._pause()
-        except BaseException:  # our bug, or CUDA's: no load is left without an answer, and no slot is lost
+                    continue
+                is_polled = bool(self._marks) or any(half.is_polled() for half in self.halves)
+                with self._changed:
+                    if not is_polled and not self._posted:
+                        self._is_running = False
+                        return
+                self._pause()
+        except BaseException:  # our bug, or CUDA's: no chunk is left without an answer, and no slot is lost
             self._give_up()
             raise
 
-    def turn(self) -> bool:
-        """Take every chunk as far as it goes now. Return False if nothing changed."""
-        steps = (
-            self._take_plans,
-            self._take_ended,
-            self._take_marks,
-            self._take_reads,
-            self._verify,
-            self._scatter,
-            self._judge,
-            self._expire,
-            self._begin,
-            self._answer_ended,
-        )
-        has_moved = False
-        for step in steps:
-            has_moved |= step()
-        self._chunks.open_segments()
-        self._chunks.close_segments(CLOSED_TOGETHER if has_moved else 1)
-        self._pool.staff()
-        return has_moved
-
-    def _polls(self) -> bool:
-        """Return True while something is under way that wakes nobody: reads, marks, slots that others give back."""
-        is_slot_to_come = self._lacks_slot and not self._pool.is_busy
-        return is_slot_to_come or bool(self._pending or self._in_state(State.READING))
-
     def _pause(self) -> None:
         """Wait in native code for what ends next, without the interpreter lock."""
-        reads = [fetch.reads for fetch in self._in_state(State.READING) if fetch.reads is not None]
-        if reads:
-            reads[0].batch.wait(self._pause_s)
-        elif self._pending:
-            self._worker.order.wait_within(self._pending[0][0], self._pause_s)
+        under_way = next((found for half in self.halves if (found := half.under_way()) is not None), None)
+        if under_way is not None:
+            under_way.wait(self._pause_s)
+        elif self._marks:
+            self._worker.order.wait_within(self._marks[0][0], self._pause_s)
         else:
             with self._changed:
-                if not self._asked and not self._ended:
+                if not self._posted:
                     self._changed.wait(self._pause_s)
         self._pause_s = min(PAUSE_MAX_S, 2 * self._pause_s)
 
-    def _in_state(self, state: State) -> list[Fetch]:
-        """Return the chunks in that state, the one that was begun first at the head."""
-        return [fetch for fetch in self._fetches.values() if fetch.state is state]
-
-    def _take_plans(self) -> bool:
-        with self._changed:
-            asked = list(self._asked)
-            self._asked.clear()
-        for load in asked:
-            load.begun_s = load.moved_s = self._worker.clock()
-            insort(self._loads, load, key=lambda known: known.turn_s)
-        return bool(asked)
-
-    def _take_ended(self) -> bool:
-        n_ended = len(self._ended)
-        for _ in range(n_ended):  # one at a time: if one raises, the others are not lost
-            then, result = self._ended.popleft()
-            then(result)
-        return n_ended > 0
+    def _take_posted(self) -> bool:
+        n_posted = len(self._posted)
+        for _ in range(n_posted):  # one at a time: if one raises, the others are not lost
+            then, value = self._posted.popleft()
+            then(value)
+        return n_posted > 0
 
     def _take_marks(self) -> bool:
-        done = [entry for entry in self._pending if self._worker.order.is_done(entry[0])]
+        done = [entry for entry in self._marks if self._worker.order.is_done(entry[0])]
         for entry in done:
-            self._pending.remove(entry)
+            self._marks.remove(entry)
             entry[1]()
         return bool(done)
 
-    def _take_reads(self) -> bool:
-        reading = self._in_state(State.READING)
-        ended = [fetch for fetch in reading if fetch.reads is not None and fetch.reads.batch.wait(0)]
-        for fetch in ended:
-            self._chunks.read_ended(fetch)
-        return bool(ended)
-
-    def _verify(self) -> bool:
-        arrived = self._in_state(State.ARRIVED)[: self._together]
-        if arrived:
-            self._chunks.verify(arrived)
-        return bool(arrived)
-
-    def _scatter(self) -> bool:
-        """Launch what is verified, of all loads whose blocks are free to be written; else that of the first load, which
-        then waits on the device. (Marks of the engine's stream are done in the order of their loads.)"""
-        verified = self._next_verified()
-        if not verified:
-            return False
-        loads = {part.load: None for _, part in verified}
-        free = [load for load in loads if self._worker.order.is_done(load.after)]
-        among = free or [min(loads, key=lambda load: load.asked_s)]
-        moving = [(fetch, part) for fetch, part in verified if part.load in among][: self._together]
-        mark = self._chunks.scatter(moving, [] if free else [among[0].after])
-        for fetch, part in moving:
-            fetch.wanted_by.remove(part)
-            fetch.n_moving += 1
-            part.load.n_scattered += 1
-            part.load.moved_s = self._worker.clock()
-        self.when_done(mark, partial(self._landed, moving))
-        return True
-
-    def _next_verified(self) -> list[tuple[Fetch, Part]]:
-        """Return what may be scattered now, in the order of the loads: of each the next chunks of its prompt, as far as
-        they are verified."""
-        by_load: dict[Load, dict[int, Fetch]] = {}
-        for fetch in self._in_state(State.VERIFIED):
-            for load, number in fetch.wanted_by:
-                by_load.setdefault(load, {})[number] = fetch
-        found = []
-        for load in self._loads:
-            fetches, number = by_load.get(load, {}), load.n_scattered
-            while number in fetches:
-                found.append((fetches[number], Part(load, number)))
-                number += 1
-        return found
-
-    def _landed(self, moved: Sequence[tuple[Fetch, Part]]) -> None:
-        for fetch, (load, _) in moved:
-            fetch.n_moving -= 1
-            load.n_landed += 1
-            load.n_pending -= 1
-            load.n_bytes += sum(source.n_bytes for source in fetch.sources)
-            if not fetch.wanted_by and not fetch.n_moving:
-                self._fetches.pop(fetch.chunk.key, None)
-                self._chunks.leave(fetch)
-
-    def _judge(self) -> bool:
-        """Have bad bytes looked at once nothing before them in the prompt is on its way: most often what follows is
-        bad like them, and need not be looked at."""
-        next_ones = [
-            fetch
-            for fetch in self._in_state(State.SUSPECT)
-            if any(load.n_scattered == number for load, number in fetch.wanted_by)
-        ]
-        for fetch in next_ones:
-            self._chunks.judge(fetch)
-        return bool(next_ones)
-
-    def _expire(self) -> bool:
-        now_s = self._worker.clock()
-        late = [load for load in self._loads if load.deadline_s <= now_s and load.end]
-        for load in late:
-            reads = next((fetch.reads for fetch in self._in_state(State.READING) if fetch.is_wanted_by(load)), None)
-            if reads is not None:
-                self._chunks.reader.note_slow(reads)
-                self._cut(load, 0, FetchFailed("the storage does not answer in time"))
-            else:
-                self._cut(load, 0, FetchFailed("its time is over"))
-        return bool(late)
-
-    def _begin(self) -> bool:
-        """Begin chunks of the loads in their order, as many as the window and the arena have room for."""
-        self._lacks_slot = False
-        n_begun, is_full = 0, False
-        held_up = self._held_up()
-        for load in self._loads:
-            while load.waiting:
-                part = Part(load, load.waiting[-1])
-                fetch = self._fetches.get(part.chunk.key)
-                if fetch is not None:
-                    load.waiting.pop()
-                    self._join(fetch, part)
-                elif is_full or load in held_up or len(self._fetches) >= self._window or not self._begin_one(part):
-                    is_full |= load not in held_up  # others may still join what is under way
-                    break
-                n_begun += 1
-        return n_begun > 0
-
-    def _held_up(self) -> set[Load]:
-        """Return the loads whose next chunk has not come for long while other loads wait: they begin nothing more, and
-        give the slots of chunks behind it to the others, for one segment that hangs is not to stop all loads."""
-        long_ago_s = self._worker.clock() - self._worker.timeout_s / 4
-        coming = (State.OPENING, State.READING)
-        held_up = set()
-        for load in self._loads:
-            if load.moved_s < long_ago_s and load.n_scattered < load.end:
-                fetch = self._fetches.get(load.plan.chunks[load.n_scattered].key)
-                if fetch is not None and fetch.state in coming:
-                    held_up.add(load)
-        if not held_up or not any(load.waiting for load in self._loads if load not in held_up):
-            return set()
-        for fetch in self._in_state(State.VERIFIED):
-            if not fetch.n_moving and all(part.load in held_up for part in fetch.wanted_by):
-                self.begin_again(fetch)
-        return held_up
-
-    def _begin_one(self, part: Part) -> bool:
-        fetch = Fetch(part.load.plan.namespace, part.chunk, [part])
-        part.load.waiting.pop()
-        self._fetches[part.chunk.key] = fetch
-        if self._chunks.begin(fetch):
-            return True
-        del self._fetches[part.chunk.key]
-        part.load.wait_again(part.number)
-        self._lacks_slot = True
-        if self._worker.quarantine.is_due(self._worker.clock()):
-            self.in_pool(self._worker.quarantine.sweep, lambda result: None)
-        waits = (State.VERIFIED, State.SUSPECT)  # chunks in all other states go on by themselves
-        if self._fetches and not self._pending and all(fetch.state in waits for fetch in self._fetches.values()):
-            # All slots are held by chunks that wait for this one: the one that was begun last gives its slot up.
-            self.begin_again(next(reversed(self._fetches.values())))
-        return False
-
-    def _join(self, fetch: Fetch, part: Part) -> None:
-        """Let the part have what another load brings, unless that waits for a segment that does not answer."""
-        fetch.wanted_by.append(part)
-        fetch.n_loads += 1
-        if fetch.state in (State.OPENING, State.READING):
-            try:
-                self._chunks.reader.refuse_stuck(part.chunk)
-            except FetchFailed as failure:
-                fetch.wanted_by.remove(part)
-                part.load.n_pending -= 1
-                self._cut(part.load, part.number, failure)
-
-    def _cut(self, load: Load, end: int, failure: Exception) -> None:
-        """Give up a load's chunks from number `end` on, but for those that are being scattered."""
-        if end >= load.end:
-            return
-        load.end, load.failure = end, failure
-        kept = [number for number in load.waiting if number < end]
-        load.n_pending -= len(load.waiting) - len(kept)
-        load.waiting = kept
-        for fetch in list(self._fetches.values()):
-            wanted_by = [part for part in fetch.wanted_by if part.load is not load or part.number < end]
-            load.n_pending -= len(fetch.wanted_by) - len(wanted_by)
-            if len(wanted_by) < len(fetch.wanted_by):
-                fetch.wanted_by = wanted_by
-                if not wanted_by and not fetch.n_moving:
-                    self._drop(fetch)
-
-    def _drop(self, fetch: Fetch) -> None:
-        """Nobody wants the chunk any more. One that is in the pool is given back when the pool returns it."""
-        if self._fetches.get(fetch.chunk.key) is fetch:
-            del self._fetches[fetch.chunk.key]
-        if fetch.state not in (State.OPENING, State.JUDGING):
-            self._chunks.abandon(fetch)
-
-    # --- what the chunks need of the loop ---
-
-    def failed(self, fetch: Fetch, failure: Exception) -> None:
-        parts, fetch.wanted_by = fetch.wanted_by, []
-        fetch.state = State.ENDED
-        self._drop(fetch)
-        for part in parts:
-            if part.chunk.entry == fetch.chunk.entry:
-                part.load.n_pending -= 1
-                self._cut(part.load, part.number, failure)
-            else:  # its own entry may name other records
-                part.load.wait_again(part.number)
-
-    def begin_again(self, fetch: Fetch) -> None:
-        parts, fetch.wanted_by = fetch.wanted_by, []
-        self._drop(fetch)
-        for part in parts:
-            part.load.wait_again(part.number)
-
-    def waits_for_storage(self) -> bool:
-        if not any(load.waiting for load in self._loads):
-            return True
-        return len(self._in_state(State.READING)) >= self._window // 2
-
-    def when_done(self, mark: Mark, then: Callable[[], None]) -> None:
-        self._pending.append((mark, then))
-
-    def in_pool(self, work: Callable[[], object], then: Then) -> None:
-        self._pool.add(work, then)
-
-    def _task_ended(self, then: Then, result: object) -> None:
-        """Called by threads of the pool."""
-        with self._changed:
-            self._ended.append((then, result))
-            self._wake()
-
-    # --- answers ---
-
-    def _answer_ended(self) -> bool:
-        ended = [load for load in self._loads if not load.n_pending]
-        if ended:
-            self._loads = [load for load in self._loads if load.n_pending]
-        for load in ended:
-            self._end(load)
-        return bool(ended)
-
-    def _end(self, load: Load) -> None:
-        n_landed, plan, failure = load.n_landed, load.plan, load.failure
-        metrics = self._worker.metrics
-        metrics.add(names.LOAD_REQUESTS)
-        metrics.add(names.LOAD_TOKENS, tokens_of(self._worker, plan.chunks[:n_landed]))
-        metrics.add(names.LOAD_BYTES, load.n_bytes)
-        metrics.add(names.LOAD_SECONDS, self._worker.clock() - load.begun_s)
-        if failure is not None:
-            self._log.warning(
-                cause_of(failure),
-                "request %s: recomputed from chunk %d of its load on: %s",
-                plan.request_id,
-                n_landed,
-                failure,
-            )
-        if isinstance(failure, SegmentGone):  # else a long prompt is recomputed once for each of its chunks
-            self.in_pool(partial(self._retract_gone, plan.namespace, plan.chunks[n_landed:]), lambda result: None)
-        self._answer(load)
-
-    def _retract_gone(self, namespace: bytes, chunks: Sequence[LoadChunk]) -> None:
-        with suppress(Corrupt, TierUnavailable, OSError):  # whoever is offered one of them finds out then
-            self._chunks.reader.retract_gone(namespace, chunks)
-
-    def _answer(self, load: Load) -> None:
-        missing = load.plan.chunks[load.n_landed :]
-        first_block = self._chunks.first_block
-        failed = frozenset(block for chunk in missing for block in chunk.block_ids[first_block(chunk) :])
-        if failed:
-            self._worker.metrics.add(names.LOAD_FAILURES)
-        self._answers.add(load, LoadDone(load.plan.request_id, failed))
-
     def _give_up(self) -> None:
-        """End all loads after what was launched for them has ended."""
-        pending, self._pending = self._pending, []
-        for mark, then in pending:
+        """End all that was taken, after what was launched for it has ended; what was posted goes on."""
+        marks, self._marks = self._marks, []
+        for mark, then in marks:
             with suppress(Exception):
                 self._worker.order.wait(mark)
                 then()
-        for fetch in list(self._fetches.values()):
-            fetch.wanted_by = []
+        for half in self.halves:
             with suppress(Exception):
-                self._drop(fetch)
-        self._loads.clear()
+                half.give_up()
         with self._changed:
-            unanswered = self._answers.unanswered()
-            self._asked.clear()
             self._is_running = False
-        for load in unanswered:
-            self._answer(load)
-
-
-def tokens_of(worker: WorkerContext, chunks: Sequence[LoadChunk]) -> int:
-    """Return the tokens of the chunks that the engine did not have."""
-    return sum(worker.geometry.chunk_tokens - chunk.first_token for chunk in chunks)
+            if self._posted:
+                self._wake()

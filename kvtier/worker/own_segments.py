@@ -1,17 +1,16 @@
-"""The segments that a rank fills: made when their first record comes, and not left behind in sets that are not its
-engine's any more.
+"""Segments that a rank fills: made when their first record comes, and not left behind in sets that are not its engine's
+any more. All of it may wait for storage or the index, so it runs on threads of the pool.
 
 A writer may be slower than the time for which others believe that it lives. They take its sets over, and remove those
 without records; a segment that it makes after that is in no index, and no budget counts it. So the index is asked once
-a segment is there, not before: who removes the set later than that finds the segment and unlinks it.
+a segment is there, not before: a remover that comes later than that finds the segment and unlinks it.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 
 from kvtier.codecs.base import slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
@@ -28,88 +27,68 @@ UNPUBLISHED_MAX = 4096  # records whose saves failed that are remembered until t
 
 
 class OwnSegments:
-    """Thread-safe. `writes`: what a record of this rank holds."""
+    """Thread-safe, but for `lease`: one thread at a time may lease segments of a set.
+
+    Args:
+        writes: content of a record of this rank.
+    """
 
     def __init__(self, worker: WorkerContext, writes: Extent) -> None:
         self._worker = worker
-        self._writes = writes
-        self._free = threading.Condition()
-        self._making: set[int] = set()  # sets whose segment is just made, opened or left
+        self.writes = writes
+        self.slab_bytes = slab_bytes(worker.codec, worker.geometry, writes)
         self._unpublished: deque[tuple[bytes, int, int]] = deque(maxlen=UNPUBLISHED_MAX)  # namespace, set, slot
         self._log = RepeatedLog(worker.clock)
 
-    def lease(self, plan: SavePlan, chunk: SaveChunk, deadline_s: float) -> OpenSegment | None:
-        """The segment for the chunk, until its release; None when its set is in the index no more.
+    def lease(self, plan: SavePlan, chunk: SaveChunk) -> OpenSegment | None:
+        """Return the segment for the chunk, open until its release; None when its set is no longer in the index.
 
-        deadline_s: of the wait for another save that makes or opens it. The storage may take longer.
         Raises TierUnavailable, Corrupt.
         """
         files = self._worker.files(plan.namespace)
         header = self._header(plan, chunk)
-        with self._alone({chunk.set_id}, deadline_s):  # a file that another job is just making has no header yet
+        leased = files.lease(chunk.set_id, header.part, for_writing=True)
+        if leased is None:
+            files.create(header)
+            with suppress(IndexUnavailable):  # what is written waits for it, as all that is to be published does
+                self._leave_unknown(files, {chunk.set_id})
             leased = files.lease(chunk.set_id, header.part, for_writing=True)
-            if leased is None:
-                files.create(header)
-                with suppress(IndexUnavailable):  # what is written waits for it, as all that is to be published does
-                    self._leave_unknown(files, {chunk.set_id})
-                leased = files.lease(chunk.set_id, header.part, for_writing=True)
-            if leased is not None and leased.header != header:
-                leased.release()
-                raise Corrupt(f"{segment_name(chunk.set_id, header.part)} is not the one that was made here")
-            return leased
+        if leased is not None and leased.header != header:
+            leased.release()
+            raise Corrupt(f"{segment_name(chunk.set_id, header.part)} is not the one that was made here")
+        return leased
 
     def _header(self, plan: SavePlan, chunk: SaveChunk) -> SegmentHeader:
-        """What our segment says of itself. One that says otherwise was put in its place: a record is written as its
-        header says, and one that lies would have other memory written into the file."""
-        slab = slab_bytes(self._worker.codec, self._worker.geometry, self._writes)
-        slot = record_bytes(self._writes, slab)
+        """Return the header that our segment has. A segment with another one was put in its place: a record is written
+        as its header says, and one that lied would have other memory written into the file."""
         return SegmentHeader(
             plan.namespace,
             chunk.set_id,
             self._worker.share.rank,
             plan.slots,
-            slot,
-            self._writes,
-            slab,
+            record_bytes(self.writes, self.slab_bytes),
+            self.writes,
+            self.slab_bytes,
             created_ms_of(chunk.set_id),
             chunk.tenant,
             chunk.slot % stripes_of(chunk.set_id),
         )
 
-    @contextmanager
-    def _alone(self, set_ids: Collection[int], deadline_s: float) -> Iterator[None]:
-        """Keep other saves off the segments of these sets. Raises TierUnavailable."""
-        with self._free:
-            while not self._making.isdisjoint(set_ids):
-                left_s = deadline_s - self._worker.clock()
-                if left_s <= 0:
-                    raise TierUnavailable("another save has been making or opening this segment for too long")
-                self._free.wait(left_s)
-            self._making.update(set_ids)
-        try:
-            yield
-        finally:
-            with self._free:
-                self._making.difference_update(set_ids)
-                self._free.notify_all()
-
-    def leave(self, namespace: bytes, written: Collection[Location], deadline_s: float) -> set[int]:
-        """After the index refused one of these records: the ids of the sets that are still ours. Our segments of those
-        that it does not know are unlinked; those of sets that were taken over are cut behind what is visible of them,
-        as the sweeper did before this record was written: it may have cut the record's bytes while they were on their
-        way, and the header page came last. Raises IndexUnavailable, TierUnavailable."""
+    def leave(self, namespace: bytes, written: Collection[Location]) -> set[int]:
+        """Return the ids of the sets that are still ours, after the index refused one of these records. Our segments of
+        sets that it does not know are unlinked; those of sets that were taken over are cut behind what is visible of
+        them, as the sweeper did before this record was written: it may have cut the record's bytes while they were on
+        their way, and the header page came last. Raises IndexUnavailable, TierUnavailable."""
         files = self._worker.files(namespace)
-        set_ids = {location.set_id for location in written}
-        with self._alone(set_ids, deadline_s):
-            ours, taken_over = self._leave_unknown(files, set_ids)
+        ours, taken_over = self._leave_unknown(files, {location.set_id for location in written})
         for set_id in taken_over:
             self._cut(files, set_id, [location for location in written if location.set_id == set_id])
         return ours
 
     def _leave_unknown(self, files: SegmentFiles, set_ids: Collection[int]) -> tuple[set[int], set[int]]:
-        """(those that are ours, those that were taken over), see `leave`. Nothing is unlinked of a set that somebody
-        has taken over, for it is counted, and goes with its other records; nor touched when the index was lost, for who
-        rebuilds it may be reading the segment. That is asked for twice, for it may happen while we ask for the sets."""
+        """Return the sets that are ours and those that were taken over; see `leave`. Nothing is unlinked of a set that
+        was taken over, for it is counted, and is removed with its other records; nor touched when the index was lost,
+        for its rebuild may be reading the segment. That is asked twice: it may be lost between the two questions."""
         index = self._worker.index
         was_lost = index.was_reset
         known = index.some_sets(set_ids)

@@ -1,4 +1,4 @@
-"""From an index entry to reads: which slabs of which records together make one rank's share of a chunk. Pure."""
+"""Read plan: which slabs of which records together make one rank's share of a chunk, by its index entry. Pure."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Source:
         return self.location.checksums[self.first_slab : self.first_slab + self.wanted.n_heads]
 
     def patch(self, held: Extent) -> Patch:
-        """Where the slabs go in the pages of a rank that holds `held`."""
+        """Return the place of the slabs in the pages of a rank that holds `held`."""
         return Patch(
             slab_layer=self.wanted.first_layer - self.location.extent.first_layer,
             page_layer=self.wanted.first_layer - held.first_layer,
@@ -85,8 +85,8 @@ def sources_of(locations: Sequence[Location], held: Extent, slot_bytes: int) -> 
 
 @lru_cache(maxsize=256)
 def _parts_of(extents: tuple[Extent, ...], held: Extent) -> tuple[tuple[int, Extent], ...] | None:
-    """What to take of which record, by its number; None when they do not cover `held`. Kept, because a load asks it of
-    every chunk, and the chunks of a prompt are cut alike.
+    """Return the part to take of each record, by its number; None when they do not cover `held`. Cached, because a load
+    asks for every chunk, and the chunks of a prompt are cut alike.
 
     Records of most layers are taken first, then those of most heads: a slab is read whole whatever is wanted of it, so
     what several records have would else be read several times, and not fit.

@@ -150,12 +150,12 @@ class RecordReader:
         raise FetchFailed(f"{place_of(bad[0])}: a checksum does not match")
 
     def may_be_stale(self, error: int = 0) -> bool:
-        """Whether a read that ended with `error` (0: with other bytes) tells nothing yet of what is stored."""
+        """Return True if a read that ended with `error` (0: with other bytes) tells nothing yet of what is stored."""
         return self._sharing.may_be_away if error else self._sharing.may_be_stale
 
     def _retract_all(self, chunk: LoadChunk, located: Sequence[Location]) -> None:
-        """Records that overlap, being of unlike cuts, and so do not fit the slot together, all go: nobody saves the
-        chunk again while it is complete."""
+        """Retract records that overlap, being of unlike cuts, and so do not fit the slot together: while the chunk is
+        complete, it is not saved again."""
         if entries.is_complete(chunk.entry):
             for location in located:
                 self.retract(chunk.key, location)
@@ -179,13 +179,13 @@ class RecordReader:
                     self.retract(chunk.key, location)
 
     def _of_removed_sets(self, chunks: Sequence[LoadChunk]) -> list[LoadChunk]:
-        """Those of the chunks none of whose sets the index knows any more."""
+        """Return the chunks none of whose sets the index knows any more."""
         sets_of = {chunk.key: {at.set_id for at in entries.locations_of(chunk.entry)} for chunk in chunks}
         known = self._known_sets(set().union(*sets_of.values()))
         return [chunk for chunk in chunks if not sets_of[chunk.key] & known]
 
     def _known_sets(self, set_ids: set[int]) -> set[int]:
-        """Those of the sets that the index has; all while it does not answer."""
+        """Return the sets that the index has; all while it does not answer."""
         try:
             return {info.set_id for info in self._worker.index.some_sets(set_ids)}
         except IndexUnavailable:
@@ -193,7 +193,7 @@ class RecordReader:
             return set_ids
 
     def retract(self, key: bytes, location: Location) -> None:
-        """What is bad or gone is not offered again (compare-and-delete: never another writer's record)."""
+        """Have a bad or missing record not offered again (compare-and-delete: never another writer's record)."""
         try:
             self._worker.index.retract(key, location)
         except IndexUnavailable:
@@ -252,7 +252,7 @@ class RecordReader:
         )
 
     def _first_bad(self, reads: FileReads) -> tuple[Location, int, str] | None:
-        """Of reads that have ended, the first that is bad: its record, its errno (0: the bytes are not those), and
+        """Return the first bad read of those that have ended: its record, its errno (0: the bytes are not those), and
         what is wrong then."""
         sources = reads.sources
         for number, result in enumerate(reads.batch.results()):
@@ -265,7 +265,7 @@ class RecordReader:
         return None
 
     def _is_ours(self, reads: FileReads, number: int, source: Source) -> bool:
-        """Whether who wrote these slabs had the secret, and meant them for this very place in the model and prompt."""
+        """Return True if the writer of these slabs had the secret and meant them for this place in model and prompt."""
         assert self._signer is not None and reads.pages is not None
         e, wanted = source.location.extent, source.wanted
         page = bytes(reads.pages.view[number * PAGE_BYTES : (number + 1) * PAGE_BYTES])
@@ -275,7 +275,7 @@ class RecordReader:
         return not self._signer.bad_slabs(reads.namespace, reads.key, extent, slabs.numpy(), tags)
 
     def _slab_bytes(self, extent: Extent) -> int | None:
-        """Of records of this extent; None where it lies outside of this model."""
+        """Return the bytes of a slab of records of this extent; None where it is outside of this model."""
         known = self._sizes.get(extent)
         if known is None and self._worker.geometry.whole.contains(extent):
             known = self._sizes[extent] = slab_bytes(self._worker.codec, self._worker.geometry, extent)

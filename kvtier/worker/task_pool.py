@@ -1,13 +1,11 @@
-"""Tasks of the load loop that may wait for storage or the index: they run on threads of a pool, and come back to it."""
+"""Task pool: work of the transfer loop that may wait for storage or the index runs on its threads, and comes back."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from kvtier.errors import KVTierError, TierUnavailable
 from kvtier.runtime.threads import Jobs
@@ -18,20 +16,6 @@ STILL_S = 1.0  # a task that runs for so long may hang in the kernel, seconds; a
 Then = Callable[[object], None]
 
 
-class Task(NamedTuple):
-    """then: called by the loop with the result of `work`, or with its exception."""
-
-    work: Callable[[], object]
-    then: Then
-
-
-@dataclass(eq=False, slots=True)
-class TaskRunner:
-    """A job of the pool that runs tasks until there are none. since_s: when its task began."""
-
-    since_s: float
-
-
 class TaskPool:
     """Thread-safe.
 
@@ -40,15 +24,15 @@ class TaskPool:
     """
 
     def __init__(
-        self, jobs: Jobs, clock: Callable[[], float], timeout_s: float, ended: Callable[[Then, object], None]
+        self, jobs: Jobs, clock: Callable[[], float], timeout_s: float, ended: Callable[[Then, object], object]
     ) -> None:
         self._jobs = jobs
         self._clock = clock
         self._still_s = min(STILL_S, timeout_s / 4)
         self._tell = ended
         self._lock = threading.Lock()
-        self._tasks: deque[Task] = deque()
-        self._runners: dict[TaskRunner, None] = {}
+        self._tasks: deque[tuple[Callable[[], object], Then]] = deque()
+        self._runners: dict[object, float] = {}  # jobs that run tasks until there are none -> when their task began
         self._n_still = 0  # runners whose tasks may hang
 
     @property
@@ -62,12 +46,14 @@ class TaskPool:
 
     def add(self, work: Callable[[], object], then: Then) -> None:
         with self._lock:
-            self._tasks.append(Task(work, then))
+            self._tasks.append((work, then))
         self.staff()
 
     def staff(self) -> None:
         """Have as many runners as the pool is wide, beside those whose tasks may hang."""
-        dropped: list[Task] = []
+        if not self._tasks and not self._runners and not self._n_still:
+            return
+        dropped: list[Then] = []
         with self._lock:
             n_still = self._count_still()
             if n_still != self._n_still:
@@ -75,32 +61,34 @@ class TaskPool:
                 self._jobs.widen(n_still)
             if not self._tasks or len(self._runners) - n_still >= self._jobs.threads:
                 return
-            runner = TaskRunner(self._clock())
-            self._runners[runner] = None
+            runner = object()
+            self._runners[runner] = self._clock()
             if not self._jobs.submit(partial(self._run, runner)):
                 del self._runners[runner]
                 if not self._runners:
-                    dropped = list(self._tasks)
+                    dropped = [then for _, then in self._tasks]
                     self._tasks.clear()
-        for task in dropped:
-            self._tell(task.then, TierUnavailable("the worker is closed"))
+        for then in dropped:
+            self._tell(then, TierUnavailable("the worker is closed"))
 
     def _count_still(self) -> int:
+        if not self._runners:
+            return 0
         still_s = self._clock() - self._still_s
-        return sum(runner.since_s < still_s for runner in self._runners)
+        return sum(since_s < still_s for since_s in self._runners.values())
 
-    def _run(self, runner: TaskRunner) -> None:
-        """A job of the pool."""
+    def _run(self, runner: object) -> None:
+        """Run tasks until there are none: a job of the pool."""
         while True:
             with self._lock:
                 if not self._tasks:
                     del self._runners[runner]
                     return
-                task = self._tasks.popleft()
-                runner.since_s = self._clock()
+                work, then = self._tasks.popleft()
+                self._runners[runner] = self._clock()
             result: object = TierUnavailable("a fault of kvtier's own")
             try:
-                result = task.work()
+                result = work()
             except (FetchFailed, KVTierError, OSError) as fault:
                 result = fault
             except BaseException:
@@ -108,4 +96,4 @@ class TaskPool:
                     del self._runners[runner]
                 raise
             finally:
-                self._tell(task.then, result)
+                self._tell(then, result)

@@ -1,6 +1,6 @@
-"""Transfer moves: engine blocks -> arena -> file, and back. One a worker; decides nothing.
+"""Transfer: moves engine blocks -> arena -> file, and back. One a worker; decides nothing.
 
-`save` gathers at once on the caller's thread; everything else runs in the background and is told by `poll`.
+`save` gathers at once on the caller's thread; all else is done by the worker's loop, and `poll` returns the answers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from kvtier.runtime.threads import Jobs, Ticker, run_within
 from kvtier.scheduler.engine_report import ArenaFill, RankFigures
 from kvtier.scheduler.load_threshold import LoadCost
 from kvtier.worker.context import WorkerContext
-from kvtier.worker.loop import LoadLoop
-from kvtier.worker.saves import SaveBounds, Saver
+from kvtier.worker.loads import Loader
+from kvtier.worker.loop import TransferLoop
+from kvtier.worker.saving import SaveBounds, Saver
 
 TIDY_INTERVAL_S = 2.0  # interval at which segments of removed sets are looked for and closed, seconds
 CLOSE_TIMEOUT_S = 1.0
@@ -29,7 +30,7 @@ log = logging.getLogger("kvtier")
 
 
 class Progress(NamedTuple):
-    """What ended since the last poll. timings: (tokens, seconds) of whole loads."""
+    """Answers since the last poll. timings: (tokens, seconds) of whole loads."""
 
     loads: list[LoadDone]
     saves: list[SaveDone]
@@ -37,20 +38,19 @@ class Progress(NamedTuple):
 
 
 class TransferJobs(NamedTuple):
-    """The background work of each kind. loop: of all loads; load: what of them waits for the storage or the index;
-    lower: copies of gathered chunks into the host arena; save: their writes."""
+    """Threads of a worker. loop: one, of all loads and saves; load, save: of their work that waits for storage or the
+    index."""
 
     loop: Jobs
     load: Jobs
-    lower: Jobs
     save: Jobs
 
 
 class Upkeep(NamedTuple):
-    """Calls that pin the host arena in the background. begin: as the engine starts. at_work: with each of the engine's
-    steps. release: when nothing moves any more."""
+    """Calls that pin the host arena in the background. begin: as the engine starts, with a call that says whether loads
+    are under way. at_work: with each of the engine's steps. release: when nothing moves any more."""
 
-    begin: Callable[[], None] = lambda: None
+    begin: Callable[[Callable[[], bool]], None] = lambda is_loading: None
     at_work: Callable[[], None] = lambda: None
     release: Callable[[], None] = lambda: None
 
@@ -60,7 +60,7 @@ class Transfer:
 
     Args:
         bounds: of the chunks that saves may hold in the arena at a time; the rest is for loads.
-        cost: what a load should cost here, as it was measured at start; None: not known.
+        cost: of a load here, as it was measured at start; None: not known.
     """
 
     def __init__(
@@ -77,15 +77,16 @@ class Transfer:
         self._jobs = jobs
         self._upkeep = upkeep or Upkeep()
         self._tickers: list[Ticker] = []
-        self._saver = Saver(worker, jobs.lower, jobs.save, bounds, admit)
-        self._loader = LoadLoop(worker, admit, jobs.loop, jobs.load)
+        self._loop = TransferLoop(worker, jobs.loop)
+        self._loader = Loader(worker, admit, self._loop, jobs.load)
+        self._saver = Saver(worker, self._loop, jobs.save, bounds, admit)
 
     @property
     def metrics(self) -> Metrics:
         return self._worker.metrics
 
     def figures(self, counters: Mapping[str, float]) -> RankFigures:
-        """What this rank reports of itself beside `counters`."""
+        """Return the report of this rank, with `counters`."""
         worker = self._worker
         arenas = [("hbm" if worker.arena.is_device else "host", worker.arena)]
         arenas += [] if worker.host is None else [("host", worker.host)]
@@ -100,51 +101,53 @@ class Transfer:
         return RankFigures(dict(counters), tuple(fills), ceiling)
 
     def save(self, plan: SavePlan) -> None:
-        """Gathers the plan's chunks before it returns. Each chunk is answered once, in some later `poll`."""
+        """Gather the plan's chunks before it returns. Each chunk is answered once, in some later `poll`."""
         self._saver.save(plan)
 
     def load(self, plan: LoadPlan) -> None:
-        """Queues the plan, whose blocks stay this plan's until its one answer comes with some later `poll`."""
+        """Queue the plan, whose blocks stay this plan's until its one answer comes with some later `poll`."""
         self._loader.load(plan)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """What arenas hold of these chunks is not used any more. A load that is under way may still put one back: this
-        is for keys under which the same bytes come again, or none."""
+        """Drop these chunks from the arenas. A load that is under way may still put one back: this is for keys under
+        which the same bytes come again, or none."""
         arenas = [arena for arena in (self._worker.arena, self._worker.host) if arena is not None]
         for key in keys:
             for arena in arenas:
                 arena.drop(key)
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
-        """What ended since the last poll; with `timeout_s`, waits so long at most for a load to end."""
+        """Return the answers since the last poll; wait at most `timeout_s` for a load to end."""
         self._upkeep.at_work()
         done = self._loader.take_done(timeout_s)
         return Progress(done, self._saver.take_done(), self._loader.take_timings())
 
     def start(self) -> None:
-        """Tidies in the background until `close`."""
-        self._upkeep.begin()
+        """Tidy in the background until `close`."""
+        self._upkeep.begin(self._loader.is_busy)
         self._tickers.append(Ticker("tidy", TIDY_INTERVAL_S, self.tidy))
         if self._worker.files.sharing.may_be_away:
             self._tickers.append(Ticker("recheck", RECHECK_INTERVAL_S, self._loader.rechecks.run))
 
     def tidy(self) -> None:
         """Take back slots of I/O that hung and has returned; close segments whose sets were removed."""
-        self._saver.end_overdue()
+        self._loop.look()
         self._worker.quarantine.sweep()
         self._worker.close_removed()
         self._worker.io.close_unused()
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits for what is queued; False when `timeout_s` was not enough."""
+        """Wait for what is queued. Return False when `timeout_s` was not enough."""
         deadline_s = time.monotonic() + timeout_s
-        while all(jobs.drain(max(0.0, deadline_s - time.monotonic())) for jobs in self._jobs):
-            if not any(jobs.pending() for jobs in self._jobs):  # what one kind ends may give another kind work
+        while True:
+            n_posted = self._loop.n_posted
+            if not all(jobs.drain(max(0.0, deadline_s - time.monotonic())) for jobs in self._jobs):
+                return False
+            if n_posted == self._loop.n_posted:  # else what ended in a pool gave the loop work
                 return True
-        return False
 
     def close(self) -> None:
-        """Ends the background work; what is still queued is dropped. Call `drain` first."""
+        """End the background work; what is still queued is dropped. Call `drain` first."""
         for ticker in self._tickers:
             ticker.close(CLOSE_TIMEOUT_S)
         for jobs in self._jobs:
@@ -165,8 +168,8 @@ class Transfer:
 
     def _leave_files(self) -> None:
         """Give back what our segments do not need, and slots of I/O that has returned. Waits for the storage."""
-        if self._jobs.save.pending() == 0:
-            self._saver.trim()
+        if not any(jobs.pending() for jobs in self._jobs):
+            self._saver.writer.trim()
         self._worker.quarantine.sweep()
 
 

@@ -141,11 +141,16 @@ def test_a_slot_is_not_given_away_while_its_scatter_is_to_come(tmp_path: Path, e
     def begin_then_save(work: Callable[[], None], *after: Mark) -> Mark:
         mark = begin(work, *after)
         for tokens in others:
-            outcomes.extend(done.outcome for done in save(engine, tokens))
+            begin_save(engine, tokens)
         return mark
 
-    outcomes: list[SaveOutcome] = []
     engine.order.begin = begin_then_save  # type: ignore[method-assign]
+    outcomes: list[SaveOutcome] = []
+    answered = engine.transfers[0]._saver._answer
+    engine.transfers[0]._saver._answer = lambda chunk, outcome, begun_s: (  # type: ignore[method-assign]
+        outcomes.append(outcome),
+        answered(chunk, outcome, begun_s),
+    )
     assert load(engine).failed_blocks == frozenset()
     assert sorted(outcome.value for outcome in outcomes) == 3 * ["queue_full"] + 2 * ["saved"]
     assert is_equal(engine.blocks(TARGET), expected(engine))
@@ -167,7 +172,7 @@ def test_the_least_recently_used_goes_when_a_slot_is_needed(tmp_path: Path, engi
     keys, others = engine.keys(TOKENS), engine.keys(OTHERS)
     assert all(is_cached(engine, key) for key in keys)
     assert [is_cached(engine, key) for key in others] == [False, False, True, True, True]
-    assert engine.jobs.lower.drain(10) and engine.jobs.save.drain(10)
+    engine.run_all()
 
 
 def test_a_copy_that_went_bad_there_is_read_again(tmp_path: Path, engines: list[LazyEngine]) -> None:
@@ -194,7 +199,7 @@ def test_what_is_not_published_does_not_stay(
         patched.setattr(type(engine.worker.index), "publish", dead)
         assert {done.outcome for done in save(engine)} == {SaveOutcome.FAILED}
     assert not any(is_cached(engine, key) for key in engine.keys(TOKENS))
-    engine.transfers[0]._saver._disk.clear()  # saving rests
+    engine.transfers[0]._saver.writer.disk.clear()  # saving rests
     save(engine, OTHERS)
     assert all(is_cached(engine, key) for key in engine.keys(OTHERS))
 
@@ -204,11 +209,11 @@ def test_slow_storage_takes_no_slot_from_the_next_steps(tmp_path: Path, engines:
     engine = start(tmp_path, engines, staging_slots=10, hbm_slots=3, hbm_admit="saved")
     for step in range(5):
         begin_save(engine, list(range(1000 * step, 1000 * step + 64 * 5)))
-        engine.jobs.lower.drain(10)
+        engine.jobs.loop.drain(10)
         assert engine.transfers[0].poll().saves == [], "a chunk was skipped"
         free = engine.staging._table.available
         assert free == engine.staging.n_slots - 3, "loads miss slots"
-    engine.jobs.save.drain(10)
+    engine.run_all()
     done = engine.transfers[0].poll().saves
     engine.store.saved(done)
     assert [answer.outcome for answer in done] == 25 * [SaveOutcome.SAVED]

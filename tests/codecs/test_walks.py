@@ -213,8 +213,7 @@ def save_late(engine: LazyEngine, spoil: float | None = None) -> dict[bytes, Sav
     assert plan is not None
     engine.transfers[0].save(plan)
     engine.overwrite(BLOCKS, 7)
-    engine.jobs.lower.drain(10)
-    engine.jobs.save.drain(10)
+    engine.run_all()
     done = engine.transfers[0].poll().saves
     engine.store.saved(done)
     return {answer.key: answer.outcome for answer in done}

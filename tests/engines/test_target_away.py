@@ -81,7 +81,7 @@ def test_a_save_whose_target_is_away_ends_in_time_and_another_set_is_filled(stri
     assert time.monotonic() - started_s < TIMEOUT_S + 2
     engine.store.saved(done)
     engine.store._keeper.supplies.forget({first})
-    engine.transfers[0]._saver._disk.clear()
+    engine.transfers[0]._saver.writer.disk.clear()
     engine.wait_for_set()
     begin_save(engine, SECOND, OTHERS)
     assert [answer.outcome for answer in saves(engine, 2, 20)] == [SaveOutcome.SAVED] * 2

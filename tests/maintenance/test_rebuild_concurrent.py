@@ -47,14 +47,13 @@ def test_what_a_writer_was_refused_is_not_read_back_while_it_cuts_that_off(
     fall_silent(writer)
     assert told(writer, tokens_of(1)) == {SaveOutcome.SAVED}
     housekeeper(writer).sweep()
-    index, segments = writer.store._keeper._index, writer.transfers[0]._saver._segments
-    assert segments is not None
+    index, segments = writer.store._keeper._index, writer.transfers[0]._saver.writer.segments
     leave, left = segments.leave, []
 
-    def while_it_is_read_back(namespace: bytes, set_ids: Collection[int], deadline_s: float) -> set[int]:
+    def while_it_is_read_back(namespace: bytes, written: Collection[object]) -> set[int]:
         """The rebuild has read all pages when the writer cuts."""
         rebuilding = housekeeper(writer, "rebuilding")
-        cut = once(lambda: left.append(leave(namespace, set_ids, deadline_s)))
+        cut = once(lambda: left.append(leave(namespace, written)))
         with monkeypatch.context() as patched:
             reading = rebuilding._read_back
             patched.setattr(reading, "_add_missing", before(reading._add_missing, cut))

@@ -87,9 +87,9 @@ def test_loads_that_fail_alike_are_one_line(
 
 def test_saves_that_fail_alike_are_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(tmp_path)
-    saver = engine.transfers[0]._saver
+    writer = engine.transfers[0]._saver.writer
     with caplog.at_level(logging.WARNING, "kvtier"):
         for _ in range(100):
-            saver._rest("no space left on device")
+            writer._rest("no space left on device")
     engine.close()
     assert sum("saving rests" in line for line in caplog.messages) == 1

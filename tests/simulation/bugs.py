@@ -21,18 +21,21 @@ from kvtier.index import entry
 from kvtier.index.base import NewRecord, SetInfo
 from kvtier.index.memory import MemoryIndex
 from kvtier.io.native import slab_checksums
-from kvtier.io.ring import OpResult, WriteOp
+from kvtier.io.ring import OpResult
 from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.plan import SaveOutcome
 from kvtier.scheduler.background import Keeper
 from kvtier.scheduler.segment_allocator import SetSupply
 from kvtier.scheduler.store import Store
 from kvtier.worker.context import Quarantine
 from kvtier.worker.loading import ChunkLoader, Fetch, Part, State
-from kvtier.worker.loop import LoadLoop
+from kvtier.worker.loads import Loader
+from kvtier.worker.loop import TransferLoop
 from kvtier.worker.own_segments import OwnSegments
 from kvtier.worker.read_plan import Source
 from kvtier.worker.record_reader import RecordReader
-from kvtier.worker.saves import Saver
+from kvtier.worker.record_writer import RecordWriter, SaveBatch, SaveState
+from kvtier.worker.saving import Saver
 
 Patch = AbstractContextManager[object]
 
@@ -110,29 +113,65 @@ def old_blocks_are_saved_under_new_weights(original: Any, bridge: SchedulerBridg
 # --- saving ---
 
 
-@planted(Saver, "_write_records", "slow_disk")
-def published_before_the_write_is_done(original: Any, saver: Saver, plan: Any, fresh: Any, write: Any) -> Any:
-    assert saver._segments is not None
-    ops: list[WriteOp] = []
-    for item in fresh:
-        segment = saver._segments.lease(plan, item.chunk, write.deadline_s)
-        assert segment is not None
-        ops.append(saver._write_op(plan, item, segment))
-        segment.release()
-    batch = saver._worker.io.ring.submit(ops)
-    sums = [
-        slab_checksums(op.address + 4096, op.slab_bytes, op.n_slabs, op.key, op.first_head, op.first_layer)
-        for op in ops
-    ]
-    del batch
-    return [(item, OpResult(0, (), of_op)) for item, of_op in zip(fresh, sums, strict=True)]
+@planted(RecordWriter, "_submit", "slow_disk")
+def published_before_the_write_is_done(
+    original: Any, writer: RecordWriter, batch: SaveBatch, state: SaveState, ops: Any
+) -> None:
+    original(writer, batch, state, ops)
+    if batch.state is SaveState.WRITING:
+        batch.io = None
+        sums = [
+            slab_checksums(op.address + 4096, op.slab_bytes, op.n_slabs, op.key, op.first_head, op.first_layer)
+            for op in ops
+        ]
+        writer._written(batch, [OpResult(0, (), of_op) for of_op in sums])
 
 
-@planted(Saver, "_write_records", "shared_disk")
-def published_before_the_flush(original: Any, saver: Saver, *args: Any) -> Any:
-    files = saver._worker.files
+@planted(RecordWriter, "_written", "shared_disk")
+def published_before_the_flush(original: Any, writer: RecordWriter, *args: Any) -> None:
+    files = writer._worker.files
     files.sharing = files.sharing._replace(flushes=False)
-    return original(saver, *args)
+    original(writer, *args)
+
+
+@planted(RecordWriter, "_written", "calm")
+def the_end_of_a_write_is_lost(original: Any, writer: RecordWriter, batch: SaveBatch, results: Any) -> None:
+    if batch.staged[0].chunk.key[0] % 4:
+        original(writer, batch, results)
+
+
+@planted(RecordWriter, "_write", "calm")
+def two_chunks_change_slots(original: Any, writer: RecordWriter, batch: SaveBatch, segments: Any) -> None:
+    for one, other in zip(batch.staged[::2], batch.staged[1::2], strict=False):
+        one.slot, other.slot = other.slot, one.slot
+    original(writer, batch, segments)
+
+
+@planted(RecordWriter, "_abandon", "hung_reads")
+def slots_of_a_late_write_are_given_back(original: Any, writer: RecordWriter, batch: SaveBatch) -> None:
+    del writer._batches[batch]
+    writer._saver.end(batch.staged, SaveOutcome.FAILED)
+    writer._pool.add(batch.held.close, lambda result: None)
+
+
+@planted(RecordWriter, "_opened", "hung_calls")
+def a_batch_that_was_given_up_is_written(original: Any, writer: RecordWriter, batch: SaveBatch, results: Any) -> None:
+    if batch.state is SaveState.HUNG:
+        for item in batch.staged:
+            writer._saver._staged[item] = None  # type: ignore[attr-defined]
+        batch.state = SaveState.OPENING
+    original(writer, batch, results)
+
+
+@planted(Saver, "_left", "hung_reads")
+def a_late_write_counts_for_ever(original: Any, saver: Saver, n_chunks: int) -> None:
+    return None
+
+
+@planted(Saver, "_answer", "calm")
+def a_chunk_is_answered_twice(original: Any, saver: Saver, *args: Any) -> None:
+    original(saver, *args)
+    original(saver, *args)
 
 
 @planted(Arena, "blank", "calm")
@@ -154,9 +193,7 @@ def a_slot_that_was_written_to_is_given_again(
 
 
 @planted(OwnSegments, "leave", "slow_writers")
-def what_the_index_refused_is_called_saved(
-    original: Any, segments: OwnSegments, namespace: bytes, written: Any, deadline_s: float
-) -> Any:
+def what_the_index_refused_is_called_saved(original: Any, segments: OwnSegments, namespace: bytes, written: Any) -> Any:
     return {location.set_id for location in written}
 
 
@@ -182,18 +219,18 @@ def a_leased_slot_is_given_to_another(original: Any, table: SlotTable[Any]) -> b
     return False
 
 
-@planted(LoadLoop, "_expire", "hung_calls")
-def a_late_load_still_writes_into_blocks(original: Any, loop: LoadLoop) -> bool:
-    now_s = loop._worker.clock()
-    late = [load for load in loop._loads if load.deadline_s <= now_s]
+@planted(Loader, "_expire", "hung_calls")
+def a_late_load_still_writes_into_blocks(original: Any, loader: Loader) -> bool:
+    now_s = loader._worker.clock()
+    late = [load for load in loader._loads if load.deadline_s <= now_s]
     for load in late:
-        loop._loads.remove(load)
-        loop._answer(load)
+        loader._loads.remove(load)
+        loader._answer(load)
     return bool(late)
 
 
-@planted(LoadLoop, "_expire", "hung_calls")
-def a_load_has_no_deadline(original: Any, loop: LoadLoop) -> bool:
+@planted(Loader, "_expire", "hung_calls")
+def a_load_has_no_deadline(original: Any, loader: Loader) -> bool:
     return False
 
 
@@ -202,8 +239,8 @@ def blocks_that_the_engine_had_are_written(original: Any, chunks: ChunkLoader, c
     return 0
 
 
-@planted(LoadLoop, "_look_for_deadlines", "hung_calls")
-def nobody_wakes_the_loop_for_a_load_that_hangs(original: Any, loop: LoadLoop) -> None:
+@planted(TransferLoop, "look", "hung_calls")
+def nobody_wakes_the_loop_for_a_load_that_hangs(original: Any, loop: TransferLoop) -> None:
     return None
 
 
@@ -234,9 +271,9 @@ def two_chunks_are_swapped(original: Any, chunks: ChunkLoader, fetch: Fetch, sou
     return original(chunks, fetch, source, part._replace(number=other) if other < n_chunks else part)
 
 
-@planted(LoadLoop, "_landed", "slow_disk")
-def a_chunk_is_counted_before_it_lands(original: Any, loop: LoadLoop, moved: Any) -> None:
-    original(loop, moved)
+@planted(Loader, "_landed", "slow_disk")
+def a_chunk_is_counted_before_it_lands(original: Any, loader: Loader, moved: Any) -> None:
+    original(loader, moved)
     for _, (load, _) in moved:
         if load.n_pending:
             load.n_landed += 1
@@ -249,8 +286,8 @@ def a_record_goes_into_the_file_of_another_stripe(original: Any, segments: OwnSe
     return replace(header, stripe=(header.stripe + 1) % stripes_of(chunk.set_id))
 
 
-@planted(LoadLoop, "_join", "calm")
-def who_joins_anothers_read_is_forgotten(original: Any, loop: LoadLoop, fetch: Fetch, part: Part) -> None:
+@planted(Loader, "_join", "calm")
+def who_joins_anothers_read_is_forgotten(original: Any, loader: Loader, fetch: Fetch, part: Part) -> None:
     return None
 
 

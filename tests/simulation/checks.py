@@ -236,10 +236,10 @@ class Checks:
                     yield "slots were added while it ran (I7)", str(arena._table.n_slots)
             saver = transfer._saver
             if (
-                not 0 <= saver._in_flight <= saver._bounds.gathered_max
-                or not 0 <= saver._n_held <= saver._bounds.held_max
+                not 0 <= saver.n_gathered <= saver.bounds.gathered_max
+                or not 0 <= saver._n_held <= saver.bounds.held_max
             ):
-                yield "saves hold more than they may (I4)", f"{saver._in_flight}, {saver._n_held}"
+                yield "saves hold more than they may (I4)", f"{saver.n_gathered}, {saver._n_held}"
             for jobs in transfer._jobs:
                 assert isinstance(jobs, SimJobs)
                 if len(jobs._queue) > JOBS_MAX:
@@ -311,10 +311,12 @@ class Checks:
             yield "chunks were believed to be on their way"
         for transfer, worker in zip(serving.engine.transfers, serving.engine.workers, strict=True):
             loader, saver = transfer._loader, transfer._saver
-            if loader._answers.unanswered() or loader._loads or loader._fetches or loader._pending:
+            if loader._answers.unanswered() or loader._loads or loader._fetches or loader._n_marks:
                 yield "a load or a chunk of it was left"
-            if saver._in_flight or saver._n_held or any(jobs.pending() for jobs in transfer._jobs):
-                yield "a save was left"
+            if saver.n_gathered or saver._n_held or saver._staged or saver.writer._batches:
+                yield "a chunk of a save was left"
+            if any(jobs.pending() for jobs in transfer._jobs):
+                yield "work was left"
             if len(worker.quarantine):
                 yield "late I/O was never taken back"
             for arena in (worker.arena, worker.host):

@@ -38,7 +38,7 @@ from kvtier.storage.root import check_namespace, open_namespace
 from kvtier.storage.segments import SegmentFolders, Sharing
 from kvtier.worker.context import ChunkArena, Quarantine, WorkerContext, arena_slot_bytes
 from kvtier.worker.cuda_events import HostOrder
-from kvtier.worker.saves import SaveBounds
+from kvtier.worker.saving import SaveBounds
 from kvtier.worker.transfer import Transfer, TransferJobs
 from tests.simulation.index import SimIndex
 from tests.simulation.place import Place
@@ -247,7 +247,6 @@ class EngineProcess:
         jobs = TransferJobs(
             self._jobs("loop", 1),
             self._jobs("load", build.threads),
-            self._jobs("lower", 1),
             self._jobs("save", build.threads),
         )
         host = Admission(build.admit)

@@ -35,9 +35,8 @@ import kvtier.storage.safe_open
 import kvtier.storage.segments
 import kvtier.storage.stuck_files
 import kvtier.worker.context
+import kvtier.worker.loads
 import kvtier.worker.loop
-import kvtier.worker.own_segments
-import kvtier.worker.saves
 import kvtier.worker.task_pool
 import kvtier.worker.transfer
 from kvtier.eviction.limits import UNLIMITED, Rules
@@ -55,12 +54,11 @@ from tests.simulation.truth import Truth
 THREADED = (
     kvtier.index.guard,
     kvtier.scheduler.background,
+    kvtier.worker.loads,
     kvtier.worker.loop,
     kvtier.worker.task_pool,
     kvtier.index.async_lookup,
-    kvtier.worker.own_segments,
     kvtier.maintenance.record_check,
-    kvtier.worker.saves,
     kvtier.scheduler.segment_allocator,
     kvtier.storage.stuck_files,
     kvtier.arena.arena,
@@ -75,7 +73,6 @@ TIMED = (
     kvtier.storage.atomic_files,
     kvtier.storage.open_segments,
     kvtier.storage.safe_open,
-    kvtier.worker.saves,
     kvtier.arena.arena,
     kvtier.worker.transfer,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring, WriteOp
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import Move, PagedKV, SlabRun
 from kvtier.runtime.threads import ThreadJobs
-from kvtier.worker.saves import SaveBounds
+from kvtier.worker.saving import SaveBounds
 from kvtier.worker.transfer import Transfer, TransferJobs
 from tests.manual_jobs import ManualJobs
 from tests.support.rig import Engine
@@ -52,14 +52,14 @@ class Mark:
 class Left:
     """Which waits are left out, to show that a test would see it."""
 
-    gathered: bool = False  # a save job does not wait for its gather
+    gathered: bool = False  # a save does not wait for its gather
     behind_engine: bool = False  # a scatter does not wait for the engine
     copied: bool = False  # nothing waits for a copy from the host arena
     scattered: bool = False  # a load does not wait for its scatters before it answers
 
 
 class LazyOrder:
-    """kvtier.worker.cuda_events.Order. The engine's stream is the default of every thread outside `moving`."""
+    """kvtier.worker.cuda_events.Order. The engine's stream is the default of every thread outside its own launches."""
 
     def __init__(self, out: Left) -> None:
         self.engine = Stream()
@@ -75,7 +75,7 @@ class LazyOrder:
         return Mark(self.engine, len(self.engine.work))
 
     def wait(self, mark: Mark) -> None:
-        if (mark.stream is self.engine and self._out.gathered) or self._is_left_out(mark):
+        if self._is_left_out(mark):
             return
         with self._lock:
             mark.stream.run_to(mark.position)
@@ -88,20 +88,19 @@ class LazyOrder:
 
     def _is_left_out(self, mark: Mark) -> bool:
         stream = mark.stream
+        if stream is self.engine and self._out.gathered:
+            return True
         return (stream.is_scatter and self._out.scattered) or (stream.is_copy and self._out.copied)
 
     @contextmanager
-    def moving(self, *after: Mark) -> Iterator[None]:
-        stream = self._own.stream = self._behind(after)
+    def launching(self) -> Iterator[None]:
+        stream = self._own.stream = Stream()
         try:
             yield
         finally:
             del self._own.stream
             with self._lock:
                 stream.run_to(len(stream.work))
-
-    def launching(self) -> AbstractContextManager[None]:
-        return self.moving()
 
     def begin(self, work: Work, *after: Mark) -> Mark:
         stream = self._own.stream = self._behind(after)
@@ -125,6 +124,15 @@ class LazyOrder:
 
     def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
         return Mark(Stream([lambda: target.copy_(source)], is_copy=True), 1)
+
+    def begin_copies_down(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+        stream = self._own.stream = Stream()
+        try:
+            for target, source in pairs:
+                self.copy(target, source)
+        finally:
+            del self._own.stream
+        return Mark(stream, len(stream.work))
 
     def sums(self, runs: Sequence[SlabRun]) -> list[tuple[int, ...]]:
         stream: Stream = self._own.stream
@@ -198,7 +206,7 @@ class LazyEngine(Engine):
             codec=LazyCodec(worker.codec, self.order),
             io=worker.io._replace(reader=DeviceReads(worker.io.ring)),
         )
-        self.jobs: TransferJobs = TransferJobs(*(ManualJobs(64) for _ in range(4)))
+        self.jobs: TransferJobs = TransferJobs(*(ManualJobs(64) for _ in TransferJobs._fields))
         self._admissions = Admissions(Admission(hbm_admit), Admission(admit))
         self._bounds = SaveBounds(staging_slots // 2, hbm_slots)
         self.transfers = [Transfer(self.worker, self.jobs, self._admissions, self._bounds)]
@@ -209,15 +217,15 @@ class LazyEngine(Engine):
     def on_threads(self) -> None:
         """Background jobs run on threads after all. Call before anything is moved."""
         self.jobs = TransferJobs(
-            *(ThreadJobs(name, n, 64) for name, n in zip(TransferJobs._fields, (1, 2, 1, 2), strict=True))
+            *(ThreadJobs(name, n, 64) for name, n in zip(TransferJobs._fields, (1, 2, 2), strict=True))
         )
         self.transfers = [Transfer(self.worker, self.jobs, self._admissions, self._bounds)]
 
-    def run_loads(self) -> None:
-        """What loads can do now is done."""
-        while self.jobs.loop.pending() or self.jobs.load.pending():
-            self.jobs.loop.drain(10)
-            self.jobs.load.drain(10)
+    def run_all(self) -> None:
+        """Do what loads and saves can do now."""
+        while any(jobs.pending() for jobs in self.jobs):
+            for jobs in self.jobs:
+                jobs.drain(10)
 
     def in_engine(self, work: Work) -> None:
         """The engine launches something of its own."""

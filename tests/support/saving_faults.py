@@ -28,11 +28,21 @@ class LateWrites(LateReads):
     def __init__(self, ring: Ring, ops: Sequence[WriteOp], begins_s: float, error: int) -> None:
         super().__init__(ring, ops, begins_s, False)  # type: ignore[arg-type]
         self._error = error
+        self._is_cut_off = False
+
+    def wait(self, timeout_s: float) -> bool:
+        try:
+            return super().wait(timeout_s)
+        except TierUnavailable:  # its process was killed before they began
+            self._is_cut_off = True
+            return True
 
     def is_clean(self) -> bool:
         return all(result.ok for result in self.results())
 
     def results(self) -> list[OpResult]:
+        if self._is_cut_off:
+            return [OpResult(errno.ECANCELED, (), ()) for _ in self._ops]
         results = super().results()
         if self._error and results:
             results[-1] = OpResult(self._error, (), results[-1].checksums)

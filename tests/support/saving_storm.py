@@ -184,7 +184,8 @@ class SavingStorm:
         else:
             side = Side(Engine(self._root, shape, tensor_size, ranges, N_BLOCKS, self._codec, changes))
         for transfer in side.engine.transfers:
-            transfer._worker = transfer._saver._worker = self._disturbed(transfer._worker, side)
+            saver, worker = transfer._saver, self._disturbed(transfer._worker, side)
+            transfer._worker = saver._worker = saver.writer._worker = worker
         self.told["engines"] += 1
         return side
 

@@ -67,8 +67,7 @@ def begin_save(engine: LazyEngine, tokens: Sequence[int] = TOKENS) -> None:
 def save(engine: LazyEngine, tokens: Sequence[int] = TOKENS) -> list[SaveDone]:
     """Begins a save, and has it done."""
     begin_save(engine, tokens)
-    engine.jobs.lower.drain(10)
-    engine.jobs.save.drain(10)
+    engine.run_all()
     done = engine.transfers[0].poll().saves
     engine.store.saved(done)
     return done
@@ -90,7 +89,7 @@ def begin_load(engine: LazyEngine, computed: int = 0, tokens: Sequence[int] = TO
 def load(engine: LazyEngine, computed: int = 0, tokens: Sequence[int] = TOKENS) -> LoadDone:
     """Asks for the load, and has it done."""
     begin_load(engine, computed, tokens)
-    engine.run_loads()
+    engine.run_all()
     (done,) = engine.transfers[0].poll().loads
     engine.run_engine()  # what was launched before the load began runs before it at the latest
     return done

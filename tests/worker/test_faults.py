@@ -327,9 +327,8 @@ def test_saving_rests_while_the_index_is_away(tmp_path: Path, monkeypatch: pytes
 def test_a_set_that_is_gone_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each chunk that is saved meets it again, until the engine's next sign of life."""
     engine = Engine(tmp_path)
-    saver = engine.transfers[0]._saver
-    assert saver._segments is not None
+    worker, segments = engine.transfers[0]._worker, engine.transfers[0]._saver.writer.segments
     for _ in range(3):
-        saver._segments._unlink(saver._worker.files(engine.store.namespace_id), 5)
+        segments._unlink(worker.files(engine.store.namespace_id), 5)
     assert caplog.text.count("segment set 0000000000000005 was removed") == 1
     engine.close()

@@ -85,7 +85,7 @@ def test_what_could_not_be_flushed_is_not_found_by_a_rebuild(engine: Engine) -> 
     watched.faults.append(0)
     other = list(range(5000, 5000 + 64 * 5))
     wait_until(lambda: {done.outcome for done in engine.save(other, BLOCKS)} == {SaveOutcome.SAVED}, "the pause's end")
-    segments = engine.transfers[0]._saver._segments
+    segments = engine.transfers[0]._saver.writer.segments
     wait_until(lambda: not segments.has_unpublished(), "erasing")
     index = engine.store._keeper.index
     rebuilt = Housekeeper(index, engine.root / "v2", "other").rebuild()
@@ -98,7 +98,7 @@ def test_what_a_rebuild_published_meanwhile_is_not_erased(engine: Engine) -> Non
     watched = Watched(engine)
     watched.faults.append(errno.EIO)
     engine.save(TOKENS, BLOCKS)
-    segments = engine.transfers[0]._saver._segments
+    segments = engine.transfers[0]._saver.writer.segments
     assert segments.has_unpublished()
     keeper = engine.store._keeper
     rebuilt = Housekeeper(keeper._index, engine.root / "v2", "other").rebuild()

@@ -15,7 +15,6 @@ from kvtier.plan import LoadDone, SaveDone, SaveOutcome
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage import segments as segments_module
 from kvtier.storage.stuck_files import HUNG_FILES_MIN, StuckFiles
-from kvtier.worker.saves import _Write
 from tests.support.rig import Engine
 from tests.waiting import wait_until
 
@@ -149,7 +148,7 @@ def test_a_save_that_hangs_ends_in_time_and_others_go_on(tmp_path: Path, hang: H
     first = engine.store._keeper.supplies.common._spares[0].set_id
     hang.names = {segments_module.segment_name(first, 0)}
     hang.of(os if call == "open" else segments_module, call)
-    saver = engine.transfers[0]._saver
+    writer = engine.transfers[0]._saver.writer
     started_s = time.monotonic()
     begin_save(engine, FIRST, BLOCKS)
     done = saves(engine, 2, 10)
@@ -158,15 +157,34 @@ def test_a_save_that_hangs_ends_in_time_and_others_go_on(tmp_path: Path, hang: H
     assert arena._table.available == arena.n_slots, "its slots are free"
     engine.store.saved(done)
     engine.store._keeper.supplies.forget({first})
-    saver._disk.clear()
+    writer.disk.clear()
     engine.wait_for_set()
     begin_save(engine, SECOND, OTHERS)
     outcomes = {answer.outcome for answer in saves(engine, 2, 10)}
     assert outcomes == {SaveOutcome.SAVED}, "another thread took its place, and another set its own"
     hang.go_on()
-    wait_until(lambda: not saver._writing)
+    wait_until(lambda: not writer._batches)
     assert engine.transfers[0].poll().saves == [] and arena._table.available >= arena.n_slots - 2
     assert engine.load(FIRST, range(100, 108)) == (0, []), "what came late was not published"
+    engine.close()
+
+
+def test_a_save_that_hangs_holds_up_no_save_of_another_set(tmp_path: Path, hang: Hang) -> None:
+    engine = Engine(tmp_path, changes=changes())
+    engine.wait_for_set()
+    first = engine.store._keeper.supplies.common._spares[0].set_id
+    hang.names = {segments_module.segment_name(first, 0)}
+    hang.of(os, "open")
+    begin_save(engine, FIRST, BLOCKS)
+    wait_until(lambda: hang.n_hanging)
+    engine.store._keeper.supplies.forget({first})
+    engine.wait_for_set()
+    begin_save(engine, SECOND, OTHERS)
+    by_key = {answer.key: answer.outcome for answer in saves(engine, 4, 10)}
+    assert list(by_key) == [*engine.keys(SECOND), *engine.keys(FIRST)], "the others are answered first"
+    assert [by_key[key] for key in engine.keys(SECOND)] == [SaveOutcome.SAVED] * 2
+    assert [by_key[key] for key in engine.keys(FIRST)] == [SaveOutcome.FAILED] * 2
+    hang.go_on()
     engine.close()
 
 
@@ -178,6 +196,7 @@ def test_saves_that_are_queued_behind_one_that_hangs_do_not_follow_it(tmp_path: 
     started_s = time.monotonic()
     for number in range(4):
         begin_save(engine, range(9000 * number, 9000 * number + 64), range(4 * number, 4 * number + 4))
+        wait_until(lambda: hang.n_hanging)
     done = saves(engine, 4, 10)
     assert [answer.outcome for answer in done] == [SaveOutcome.FAILED] + [SaveOutcome.RESTING] * 3
     assert time.monotonic() - started_s < TIMEOUT_S + 2
@@ -238,30 +257,3 @@ def test_a_read_that_had_waited_for_its_turn_says_nothing() -> None:
     stuck = StuckFiles(10.0, clock)
     stuck.note_read([(1, 0)], begun_s=96.0)
     assert not stuck.has_any
-
-
-def test_a_save_that_comes_back_takes_no_thread_from_one_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The queue was given the older count last, and no thread was left for other jobs."""
-    engine = Engine(tmp_path)
-    saver, counts, is_late = engine.transfers[0]._saver, [], threading.Event()
-
-    def widen(n_stuck: int) -> None:
-        if not n_stuck:
-            is_late.set()
-            time.sleep(0.3)
-        counts.append(n_stuck)
-
-    monkeypatch.setattr(saver._jobs, "widen", widen)
-    back, hangs = _Write([], [], 0.0, has_ended=True), _Write([], [], 0.0)
-    saver._writing[back] = None
-    finishing = threading.Thread(target=saver._finish, args=(back, {}))
-    finishing.start()
-    assert is_late.wait(10)
-    saver._writing[hangs] = None
-    saver.end_overdue()
-    finishing.join()
-    assert counts == [0, 1]
-    saver._finish(hangs, {})
-    engine.close()

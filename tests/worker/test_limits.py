@@ -89,7 +89,7 @@ def test_a_hung_read_is_a_miss_in_time_and_its_slot_comes_back(tmp_path: Path) -
 def test_a_hung_write_is_given_up_and_published_never(tmp_path: Path) -> None:
     engine = Engine(tmp_path, changes={"io": {"threads": 2, "timeout_s": 0.3}})
     ring = with_hung_ring(engine)
-    engine.transfers[0]._saver._disk._pause_s = 60.0  # in which the next save comes, however busy the machine is
+    engine.transfers[0]._saver.writer.disk._pause_s = 60.0  # in which the next save comes, however busy the machine is
     assert {answer.outcome for answer in engine.save(TOKENS, BLOCKS)} == {SaveOutcome.FAILED}
     assert engine.load(TOKENS, TARGET) == (0, [])
     outcomes = {answer.outcome for answer in engine.save(list(range(64)), BLOCKS)}

@@ -12,7 +12,6 @@ from kvtier.io import cuda
 from kvtier.io.ring import AlignedBuffer
 from kvtier.runtime.threads import ThreadJobs
 from kvtier.worker.arenas import PIN_BYTES, Pinner
-from tests.manual_jobs import ManualJobs
 
 CALL_S = 0.05
 CALLS = 8
@@ -61,7 +60,7 @@ def test_at_full_speed_until_the_engine_is_at_work(
             pinner.make_way()
 
     monkeypatch.setattr(cuda, "pin", pin)
-    pinner.start(ManualJobs(4))
+    pinner.start(lambda: False)
     wait_for(pinned, CALLS)
     first, rest = gaps(pinned)[: CALLS // 2 - 1], gaps(pinned)[CALLS // 2 :]
     assert min(first) < 1.8 * CALL_S
@@ -70,11 +69,10 @@ def test_at_full_speed_until_the_engine_is_at_work(
 
 
 def test_loads_go_first(pinned: list[tuple[float, int]]) -> None:
-    pinner, loads = make(), ManualJobs(4)
-    loads.submit(lambda: None)
-    pinner.start(loads)
+    pinner, loads = make(), ["a load"]
+    pinner.start(lambda: bool(loads))
     time.sleep(5 * CALL_S)
     assert not pinned
-    loads.drain(1)
+    loads.clear()
     wait_for(pinned, CALLS)
     pinner.close()

@@ -13,7 +13,7 @@ import torch
 from kvtier.io.engines import Engines
 from kvtier.io.ring import Batch, OpResult, ReadOp, Ring, WriteOp
 from kvtier.plan import LoadDone
-from kvtier.worker import loop
+from kvtier.worker import loads
 from tests.support.rig import Engine, reader_of_saved
 from tests.waiting import wait_until
 
@@ -189,8 +189,8 @@ def test_one_free_slot_is_enough(readers: Readers) -> None:
 
 def test_a_read_that_hangs_keeps_no_slots_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks behind the one that hangs hold the whole window: they give way to other loads."""
-    monkeypatch.setattr(loop, "WINDOW_MIN", 4)
-    monkeypatch.setattr(loop, "WINDOW_MAX", 4)
+    monkeypatch.setattr(loads, "WINDOW_MIN", 4)
+    monkeypatch.setattr(loads, "WINDOW_MAX", 4)
     long, short = list(range(64 * 6)), list(range(5000, 5128))
     writer = Engine(tmp_path)
     writer.save(long, list(range(24)))

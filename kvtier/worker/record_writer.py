@@ -1,0 +1,457 @@
+"""Record writer: from chunks in arena slots to records that the index has, for the saves of a worker.
+
+The states READY to PUBLISHING of the table in kvtier.worker.saving.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from kvtier.errors import Corrupt, IndexUnavailable, KVTierError, TierUnavailable
+from kvtier.format.record import RecordHeader, part_of, record_bytes
+from kvtier.index.base import Location, NewRecord
+from kvtier.io.engines import Reads
+from kvtier.io.ring import FlushOp, OpResult, WriteOp
+from kvtier.plan import SaveChunk, SaveOutcome, SavePlan
+from kvtier.runtime import metrics as names
+from kvtier.runtime.backoff import Backoff
+from kvtier.runtime.repeated_log import RepeatedLog, cause_of
+from kvtier.storage.filesystem import FULL
+from kvtier.storage.open_segments import OpenSegment
+from kvtier.worker.context import ChunkArena, WorkerContext
+from kvtier.worker.own_segments import OwnSegments
+from kvtier.worker.task_pool import TaskPool
+
+OPEN_GRACE_S = 0.25  # a batch that is OPENING so long after its deadline is given up, seconds
+FULL_PAUSE_S = 0.5  # pause after a save met a full disk or quota; the next one finds out whether there is room, seconds
+# Chunks that may be on their way from READY to ENDED; a batch is half of them at most, so that one is opened or
+# published while another is written. All of them must be written within one time-out.
+WINDOW_BYTES = 1 << 30
+WINDOW_MIN, WINDOW_MAX = 8, 128
+
+
+class SaveState(Enum):
+    """State of a batch; kvtier.worker.saving has the table. Chunks in the states before have no batch yet: GATHERED and
+    COPYING wait for marks, READY ones in a queue."""
+
+    OPENING = auto()
+    WRITING = auto()
+    FLUSHING = auto()
+    PUBLISHING = auto()
+    HUNG = auto()
+    ENDED = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Staged:
+    """A chunk that was gathered, and the slot, reserved for it, that its bytes are in by now.
+
+    begun_s: when it was gathered. deadline_s: until then it waits for a slot of the host arena. checksums: of its slabs
+    as they were gathered; None: not known, the I/O engine's own are taken. above: staging slot that it was copied down
+    from, while that is still reserved for it; -1: none. is_above: it was not copied down. tags: in a signed namespace.
+    location: of its record, once that is written.
+    """
+
+    chunk: SaveChunk
+    plan: SavePlan
+    arena: ChunkArena
+    slot: int
+    begun_s: float
+    deadline_s: float = math.inf
+    checksums: tuple[int, ...] | None = None
+    above: int = -1
+    is_above: bool = True
+    tags: tuple[bytes, ...] = ()
+    location: Location | None = None
+
+
+@dataclass(eq=False, slots=True)
+class SaveBatch:
+    """Chunks of one namespace that are in one state together, from OPENING on.
+
+    held: open segments. files: descriptors that are written. io: writes or flushes under way. results: of the writes.
+    """
+
+    staged: list[Staged]
+    state: SaveState
+    begun_s: float
+    deadline_s: float
+    held: ExitStack = field(default_factory=ExitStack)
+    files: list[int] = field(default_factory=list)
+    io: Reads | None = None
+    results: list[OpResult] = field(default_factory=list)
+
+    @property
+    def namespace(self) -> bytes:
+        return self.staged[0].plan.namespace
+
+
+Opened = OpenSegment | SaveOutcome | Exception  # of one chunk
+
+
+class Ends(Protocol):
+    """Services of the saver that the writer calls."""
+
+    def end(self, staged: Sequence[Staged], outcome: SaveOutcome, *, frees_slots: bool = True) -> bool:
+        """Answer chunks and give their slots back. Return False if there are none."""
+        ...
+
+    def give_back(self, staged: Sequence[Staged]) -> None:
+        """Give back the slots of chunks that were answered without. Called on any thread."""
+        ...
+
+
+class RecordWriter:
+    """Writer of the records of a rank. Not thread-safe: called on the loop's thread, but for what its methods say.
+
+    Args:
+        pool: runs what may wait for storage or the index.
+    """
+
+    def __init__(self, worker: WorkerContext, pool: TaskPool, saver: Ends) -> None:
+        self.disk = Backoff()
+        self.segments = OwnSegments(worker, worker.share.writes or worker.share.reads)
+        self.ready: deque[Staged] = deque()
+        self._worker = worker
+        self._pool = pool
+        self._saver = saver
+        self._log = RepeatedLog(worker.clock)
+        self._batches: dict[SaveBatch, None] = {}
+        self._slots_used: dict[tuple[bytes, int], tuple[int, int]] = {}
+
+    def is_due(self, now_s: float) -> bool:
+        """Return True if a segment does not open in time. Called on any thread."""
+        late_s = now_s - OPEN_GRACE_S
+        return any(batch.state is SaveState.OPENING and batch.deadline_s < late_s for batch in list(self._batches))
+
+    def under_way(self) -> Reads | None:
+        """Return the writes or flushes that were begun first."""
+        return next((batch.io for batch in self._batches if batch.io is not None), None)
+
+    def turn(self) -> bool:
+        """Take every batch as far as it goes now. Return False if nothing changed."""
+        has_moved = self._take_io()
+        has_moved |= self._expire()
+        has_moved |= self._begin()
+        return has_moved
+
+    def _begin(self) -> bool:
+        """Open segments for the chunks that are ready, as many as the window has room for. While saving rests because
+        storage hangs, they do not follow."""
+        if not self.ready:
+            return False
+        hung = {item.chunk.set_id for batch in self._in_state(SaveState.HUNG) for item in batch.staged}
+        now_s, window = self._worker.clock(), self._window
+        if (hung or len(self._worker.quarantine)) and self.disk.is_resting(now_s):
+            return self._saver.end(self._take_ready(lambda item: True), SaveOutcome.RESTING)
+        stuck = self._take_ready(lambda item: item.chunk.set_id in hung) if hung else []
+        if self._saver.end(stuck, SaveOutcome.FAILED):
+            self._rest("a segment of the same set does not open")
+        n_under_way = sum(len(batch.staged) for batch in self._batches if batch.state is not SaveState.HUNG)
+        room = min(window - n_under_way, window // 2)
+        if room <= 0 or not self.ready:
+            return bool(stuck)
+        namespace = self.ready[0].plan.namespace
+        opening = {item.chunk.set_id for batch in self._in_state(SaveState.OPENING) for item in batch.staged}
+        staged = self._take_ready(
+            lambda item: item.chunk.set_id not in opening and item.plan.namespace == namespace, room
+        )
+        if staged:
+            batch = SaveBatch(staged, SaveState.OPENING, now_s, now_s + self._worker.timeout_s)
+            self._batches[batch] = None
+            self._pool.add(partial(self._open, batch), partial(self._opened, batch))
+        return bool(staged or stuck)
+
+    @property
+    def _window(self) -> int:
+        return max(WINDOW_MIN, min(WINDOW_MAX, WINDOW_BYTES // self._worker.arena.slot_bytes))
+
+    def _in_state(self, state: SaveState) -> list[SaveBatch]:
+        return [batch for batch in self._batches if batch.state is state]
+
+    def _take_ready(self, is_meant: Callable[[Staged], bool], n_max: float = math.inf) -> list[Staged]:
+        """Take the first chunks that are ready and meant."""
+        taken: list[Staged] = []
+        passed: list[Staged] = []
+        while self.ready and len(taken) < n_max:
+            item = self.ready.popleft()
+            (taken if is_meant(item) else passed).append(item)
+        self.ready.extendleft(reversed(passed))
+        return taken
+
+    def _open(self, batch: SaveBatch) -> list[Opened]:
+        """Look the chunks up and open their segments, each file once. Runs in the pool, and touches no slot: at its
+        deadline the batch is given up."""
+        try:
+            present = self._worker.index.find([item.chunk.key for item in batch.staged])
+        except IndexUnavailable:
+            present = [None] * len(batch.staged)
+        by_file: dict[tuple[int, int], Opened] = {}
+        results: list[Opened] = []
+        for item, entry in zip(batch.staged, present, strict=True):
+            set_id, slot = item.chunk.set_id, item.chunk.slot
+            file = set_id, part_of(set_id, self._worker.share.rank, slot)
+            if entry is None and file not in by_file:
+                by_file[file] = self._lease(batch, item)
+            results.append(by_file[file] if entry is None else SaveOutcome.PRESENT)
+        return results
+
+    def _lease(self, batch: SaveBatch, item: Staged) -> Opened:
+        try:
+            segment = self.segments.lease(item.plan, item.chunk)
+        except (KVTierError, OSError) as fault:
+            return fault
+        if segment is None:
+            return SaveOutcome.FAILED
+        batch.held.callback(segment.release)
+        return segment
+
+    def _opened(self, batch: SaveBatch, results: Any) -> None:
+        if batch.state is SaveState.HUNG:
+            self._finish(batch)
+            return
+        if isinstance(results, Exception):  # the pool is closed
+            results = [results] * len(batch.staged)
+        faults = dict.fromkeys(result for result in results if isinstance(result, Exception))
+        outcomes = {fault: self._outcome_of(fault) for fault in faults}
+        leased: list[tuple[Staged, OpenSegment]] = []
+        for item, result in zip(batch.staged, results, strict=True):
+            if isinstance(result, OpenSegment):
+                leased.append((item, result))
+            else:
+                self._saver.end([item], outcomes.get(result, result))
+        batch.staged = [item for item, _ in leased]
+        self._write(batch, [segment for _, segment in leased])
+
+    def _write(self, batch: SaveBatch, segments: Sequence[OpenSegment]) -> None:
+        batch.files = [segment.fd for segment in segments]
+        if segments:
+            ops = [self._write_op(item, segment) for item, segment in zip(batch.staged, segments, strict=True)]
+            self._submit(batch, SaveState.WRITING, ops)
+        else:
+            self._finish(batch)
+
+    def _submit(self, batch: SaveBatch, state: SaveState, ops: Sequence[WriteOp | FlushOp]) -> None:
+        try:
+            batch.io, batch.state = self._worker.io.ring.submit(ops), state
+        except TierUnavailable as fault:  # its queue is full, or it is closed
+            self._fail(batch.staged, self._outcome_of(fault))
+            self._finish(batch)
+
+    def _write_op(self, item: Staged, segment: OpenSegment) -> WriteOp:
+        """Put the record's header page into its slot; the I/O engine fills in the checksums as the bytes pass."""
+        chunk, header, namespace = item.chunk, segment.header, item.plan.namespace
+        page = RecordHeader(
+            chunk.key,
+            chunk.parent,
+            namespace,
+            header.slab_bytes,
+            self._worker.geometry.chunk_tokens,
+            chunk.slot,
+            header.extent,
+            chunk.set_id,
+            (0,) * header.extent.n_heads,
+        ).pack(item.tags)
+        item.arena.header(item.slot).copy_(torch.frombuffer(bytearray(page), dtype=torch.uint8))
+        # Remembered of a full set too: its first slots may be written after its last ones, in another batch.
+        used, _ = self._slots_used.get((namespace, chunk.set_id), (0, 0))
+        self._slots_used[namespace, chunk.set_id] = max(used, chunk.slot + 1), header.slots
+        return WriteOp(
+            segment.fd,
+            header.slot_offset(chunk.slot),
+            item.arena.address(item.slot),
+            header.slab_bytes,
+            header.extent.n_heads,
+            chunk.key,
+            header.extent.first_head,
+            header.extent.first_layer,
+            item.checksums,
+        )
+
+    def _take_io(self) -> bool:
+        ended = [batch for batch in self._batches if batch.io is not None and batch.io.wait(0)]
+        for batch in ended:
+            assert batch.io is not None
+            results, batch.io = batch.io.results(), None
+            (self._written if batch.state is SaveState.WRITING else self._flushed)(batch, results)
+        return bool(ended)
+
+    def _written(self, batch: SaveBatch, results: list[OpResult]) -> None:
+        """Flush each file once, where other nodes may read nothing of it before."""
+        batch.results = results
+        files = sorted({file for file, result in zip(batch.files, results, strict=True) if result.ok})
+        if files and self._worker.files.sharing.flushes:
+            self._submit(batch, SaveState.FLUSHING, [FlushOp(file) for file in files])
+        else:
+            self._publish(batch)
+
+    def _flushed(self, batch: SaveBatch, results: list[OpResult]) -> None:
+        files = sorted({file for file, result in zip(batch.files, batch.results, strict=True) if result.ok})
+        errors = {file: result.error for file, result in zip(files, results, strict=True)}
+        batch.results = [
+            result._replace(error=errors[file]) if result.ok else result
+            for file, result in zip(batch.files, batch.results, strict=True)
+        ]
+        self._publish(batch)
+
+    def _publish(self, batch: SaveBatch) -> None:
+        """Have the index take the records that are stored; the others fail."""
+        written: list[Staged] = []
+        for item, result in zip(batch.staged, batch.results, strict=True):
+            if result.ok:
+                item.location = self._location(item.chunk, result.checksums)
+                written.append(item)
+                continue
+            if result.bad_slabs:
+                self._worker.metrics.add(names.CHECKSUM_FAILURES)
+                text = "chunk %s changed on its way to the storage; it is not stored"
+                self._log.line(logging.ERROR, "changed", text, item.chunk.key.hex())
+            if result.error in FULL:
+                self._wait_for_room("a write met a full disk or quota")
+            self._fail([item], SaveOutcome.NO_SPACE if result.error in FULL else SaveOutcome.FAILED)
+        batch.staged = written
+        if written:
+            batch.state = SaveState.PUBLISHING
+            self._pool.add(partial(self._put_in_index, written), partial(self._published, batch))
+        else:
+            self._finish(batch)
+
+    def _put_in_index(self, written: Sequence[Staged]) -> set[int]:
+        """Return the ids of the sets whose records are visible now, or others' records of the same chunks: not those of
+        sets that were removed or taken over before. Runs in the pool."""
+        whole = self._worker.geometry.whole
+        locations = [item.location for item in written if item.location is not None]
+        records = [NewRecord(item.chunk.key, at, whole) for item, at in zip(written, locations, strict=True)]
+        if self._worker.index.publish(records) == len(records):
+            return {location.set_id for location in locations}
+        return self.segments.leave(written[0].plan.namespace, locations)
+
+    def _published(self, batch: SaveBatch, result: Any) -> None:
+        if batch.state is SaveState.HUNG:
+            self._finish(batch)
+            return
+        if isinstance(result, Exception):
+            self._saver.end(batch.staged, self._outcome_of(result))
+            self._finish(batch)
+            return
+        saved = [item for item in batch.staged if item.chunk.set_id in result]
+        self._saver.end(saved, SaveOutcome.SAVED)
+        self._saver.end([item for item in batch.staged if item.chunk.set_id not in result], SaveOutcome.FAILED)
+        if saved:
+            self.disk.worked()
+            metrics, n_bytes = self._worker.metrics, record_bytes(self.segments.writes, self.segments.slab_bytes)
+            metrics.add(names.SAVE_TOKENS, len(saved) * self._worker.geometry.chunk_tokens)
+            metrics.add(names.SAVE_BYTES, len(saved) * n_bytes)
+        self._finish(batch)
+        if saved and self.segments.has_unpublished():  # the storage works again
+            self._pool.add(self.segments.erase_unpublished, _ignore)
+
+    def _expire(self) -> bool:
+        """Give up batches that are late. (The index has deadlines of its own.)"""
+        now_s = self._worker.clock()
+        opening = [b for b in self._in_state(SaveState.OPENING) if b.deadline_s + OPEN_GRACE_S < now_s]
+        for batch in opening:
+            batch.state = SaveState.HUNG
+            self._rest(f"creating or opening a segment took more than {self._worker.timeout_s:.0f} s")
+            self._saver.end(batch.staged, SaveOutcome.FAILED)
+        late = [b for b in self._batches if b.io is not None and b.deadline_s <= now_s]
+        for batch in late:
+            self._rest(f"a write took more than {self._worker.timeout_s:.0f} s")
+            self._abandon(batch)
+        return bool(opening or late)
+
+    def _abandon(self, batch: SaveBatch) -> None:
+        """Fail a batch whose writes are under way. Slots and segments stay taken until the kernel returns them."""
+        assert batch.io is not None
+        del self._batches[batch]
+        batch.state = SaveState.ENDED
+        self._worker.quarantine.add(batch.io, partial(self._returned, batch))
+        self._saver.end(batch.staged, SaveOutcome.FAILED, frees_slots=False)
+
+    def _returned(self, batch: SaveBatch) -> None:
+        """Erase and give back what a late batch held. Called on any thread that may wait for storage."""
+        try:
+            self.segments.note_unpublished(batch.namespace, [item.chunk for item in batch.staged])
+            self.segments.erase_unpublished()
+        finally:
+            self._saver.give_back(batch.staged)
+            batch.held.close()
+
+    def _finish(self, batch: SaveBatch) -> None:
+        """Drop a batch all of whose chunks are answered."""
+        if batch.state is not SaveState.HUNG:
+            self._worker.metrics.add(names.SAVE_SECONDS, self._worker.clock() - batch.begun_s)
+        batch.state = SaveState.ENDED
+        self._batches.pop(batch, None)
+        self._pool.add(batch.held.close, _ignore)  # which may close files, and take long
+
+    def _fail(self, staged: Sequence[Staged], outcome: SaveOutcome) -> None:
+        """End chunks whose records may be stored in part."""
+        self.segments.note_unpublished(staged[0].plan.namespace, [item.chunk for item in staged])
+        self._saver.end(staged, outcome)
+
+    def _location(self, chunk: SaveChunk, checksums: tuple[int, ...]) -> Location:
+        slab_bytes, writes = self.segments.slab_bytes, self.segments.writes
+        return Location(chunk.set_id, self._worker.share.rank, chunk.slot, slab_bytes, writes, checksums)
+
+    # --- pauses after faults ---
+
+    def _outcome_of(self, fault: Exception) -> SaveOutcome:
+        """Note a fault of storage or index: saving pauses unless a single file is at fault. Return the outcome of the
+        chunks that met it."""
+        if isinstance(fault, Corrupt):
+            self._log.warning(cause_of(fault), "a save fails: %s", fault)
+        elif isinstance(fault, TierUnavailable) and fault.is_full:
+            self._wait_for_room(str(fault))
+            return SaveOutcome.NO_SPACE
+        else:  # also where the index does not answer: what is written now would not be found
+            self._rest(str(fault))
+        return SaveOutcome.FAILED
+
+    def _wait_for_room(self, why: str) -> None:
+        """Pause briefly: the keeper evicts, and once there is room the next save works."""
+        self.disk.pause(self._worker.clock(), FULL_PAUSE_S)
+        self._log.warning("full", "no room to save, tried again every %.1f s: %s", FULL_PAUSE_S, why)
+
+    def _rest(self, why: str) -> None:
+        pause_s = self.disk.refused(self._worker.clock())
+        self._log.warning("rests", "saving rests for %.0f s: %s", pause_s, why)
+
+    # --- the end ---
+
+    def give_up(self) -> None:
+        """Forget all chunks but for those that are being written, which are answered. The pool returns the others."""
+        self.ready.clear()
+        for batch in list(self._batches):
+            if batch.io is not None and not batch.io.wait(0):
+                self._abandon(batch)
+            else:
+                batch.state = SaveState.HUNG
+
+    def trim(self) -> None:
+        """Give back the space of our segments' slots that will stay empty, after the last save."""
+        self.segments.erase_unpublished()
+        for (namespace, set_id), (used, slots) in self._slots_used.items():
+            if used == slots:
+                continue
+            files = self._worker.files(namespace)
+            try:
+                files.trim_rank(set_id, self._worker.share.rank, used)
+                self._worker.index.close_set(set_id, files.set_bytes_of(set_id))
+            except (Corrupt, TierUnavailable, IndexUnavailable) as fault:
+                self._log.warning("trim", "segment set %016x is not trimmed: %s", set_id, fault)
+        self._slots_used.clear()
+
+
+def _ignore(result: object) -> None:
+    """Take the result of work that answers no chunk."""

@@ -1,0 +1,347 @@
+"""Saves of a worker, as half of its transfer loop: chunks on their way from the engine's blocks to storage and index.
+
+The engine's thread takes slots and launches the gather, after the forward that computed the blocks and before anything
+can overwrite them. From then on the chunks are the loop's, in one of these states:
+
+    state       ends when                                                     next state
+    GATHERED    the gather is done; chunks that the codec refused are ENDED   COPYING, without a host arena READY
+    COPYING     the copies into the host arena are done                       READY
+    READY       there is room in the window, and no other batch opens its set OPENING
+    OPENING     its chunk is looked up and its segment is open (pool)         WRITING
+    WRITING     the ring has written the record, its header page last         FLUSHING, on local disks PUBLISHING
+    FLUSHING    the ring has flushed the file                                 PUBLISHING
+    PUBLISHING  the index has its record (pool): last, when all is stored (I1) ENDED
+    ENDED       the chunk is answered, and its slots are given back
+
+Any state ends with a fault, too: its chunks are ENDED at once. But a batch that is OPENING at its deadline is HUNG
+until its thread comes back, and one that is WRITING or FLUSHING keeps its slots and segments in quarantine until the
+kernel returns them; then its records are erased. Chunks of all requests move together, in batches. From READY to
+PUBLISHING they are with kvtier.worker.record_writer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvtier.arena.admission import Admissions
+from kvtier.codecs.base import Encoded
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.io.engines import Reads
+from kvtier.kernels.paged import Move, Patch, SlabRun
+from kvtier.plan import SaveChunk, SaveDone, SaveOutcome, SavePlan
+from kvtier.runtime import metrics as names
+from kvtier.runtime.repeated_log import RepeatedLog
+from kvtier.runtime.threads import Jobs
+from kvtier.worker.context import ChunkArena, WorkerContext
+from kvtier.worker.cuda_events import Mark
+from kvtier.worker.loop import TransferLoop
+from kvtier.worker.read_plan import Source
+from kvtier.worker.record_writer import RecordWriter, Staged
+
+COPIED_TOGETHER = 16  # chunks that are copied into the host arena behind one mark
+
+# QUEUE_FULL and RESTING are not counted here: the scheduler's half plans those chunks again, and counts the ones that
+# are dropped in the end.
+_SKIPS = {
+    SaveOutcome.PRESENT: names.SKIPPED_PRESENT,
+    SaveOutcome.NO_SPACE: names.SKIPPED_NO_SPACE,
+    SaveOutcome.FAILED: names.SKIPPED_FAILED,
+    SaveOutcome.REFUSED: names.SKIPPED_REFUSED,
+}
+
+
+class SaveBounds(NamedTuple):
+    """Chunks that saves may hold in the arena that they are gathered into. gathered_max: until they are copied down, or
+    written from it; held_max: beside those, copied down already, until they may stay there as a cache."""
+
+    gathered_max: int
+    held_max: int = 0
+
+
+class Gathered(NamedTuple):
+    """Chunks whose gather is launched. mark: when it is done. encoded: verdicts of the codec then."""
+
+    staged: list[Staged]
+    mark: Mark
+    encoded: Encoded | None
+
+
+class Saver:
+    """`save` and `take_done` are called on the engine's thread, all else on the loop's, but for what methods say.
+
+    A rank that writes nothing, because it holds a copy of another's heads, answers nothing. A forward never waits (I4):
+    saves are bounded.
+
+    Args:
+        pool: run what may wait for storage or the index.
+    """
+
+    def __init__(
+        self, worker: WorkerContext, loop: TransferLoop, pool: Jobs, bounds: SaveBounds, admit: Admissions
+    ) -> None:
+        share = worker.share
+        self._worker = worker
+        self._loop = loop
+        self._pool = loop.pool(pool)
+        self.writer = RecordWriter(worker, self._pool, self)
+        is_whole = share.writes == share.reads
+        self._keeps_written = is_whole and (admit.arena if worker.host is None else admit.host).keeps_saved()
+        self.bounds = bounds if is_whole and admit.arena.keeps_saved() else bounds._replace(held_max=0)
+        self._writes, self._slab_bytes = self.writer.segments.writes, self.writer.segments.slab_bytes
+        self._log = RepeatedLog(worker.clock)
+        self._done: deque[SaveDone] = deque()
+        self._n_taken, self._n_left = 0, 0  # chunks ever gathered into the arena, by the engine's thread; that left it
+        self._n_held = 0
+        self._staged: dict[Staged, None] = {}  # not answered yet
+        self._to_copy: deque[Staged] = deque()
+        loop.halves.append(self)
+
+    # --- the engine's thread ---
+
+    @property
+    def n_gathered(self) -> int:
+        """Return how many chunks are in the arena that they were gathered into, and are not held there."""
+        return self._n_taken - self._n_left
+
+    def save(self, plan: SavePlan) -> None:
+        """Gather the plan's chunks now and queue the rest of the work. Every chunk is answered exactly once."""
+        if self._worker.share.writes is None:
+            return
+        staged, refusal = self._stage(plan)
+        outcome: SaveOutcome | None = SaveOutcome.FAILED
+        try:
+            if not staged or self._loop.post(self._take, self._gather(staged)):
+                outcome = None
+            else:
+                outcome = SaveOutcome.QUEUE_FULL  # the loop is closed
+        finally:
+            try:
+                if outcome is not None:
+                    self._take_back(staged, outcome)
+            finally:
+                now_s = self._worker.clock()
+                for chunk in plan.chunks[len(staged) :]:
+                    self._answer(chunk, refusal, now_s)
+
+    def take_done(self) -> list[SaveDone]:
+        """Return the answers since the last take."""
+        return [self._done.popleft() for _ in range(len(self._done))]
+
+    def is_due(self, now_s: float) -> bool:
+        """Return True if a segment does not open in time."""
+        return self.writer.is_due(now_s)
+
+    def _stage(self, plan: SavePlan) -> tuple[list[Staged], SaveOutcome]:
+        """Take a slot for each chunk up to the first that gets none, for a chunk behind a hole is of no use. Return the
+        outcome of the others, too."""
+        now_s, arena = self._worker.clock(), self._worker.arena
+        if self.writer.disk.is_resting(now_s):
+            return [], SaveOutcome.RESTING
+        staged: list[Staged] = []
+        for chunk in plan.chunks[: max(0, self.bounds.gathered_max - self.n_gathered)]:
+            slot = arena.reserve()
+            if slot is None:
+                break
+            staged.append(Staged(chunk, plan, arena, slot, now_s))
+        self._n_taken += len(staged)
+        return staged, SaveOutcome.QUEUE_FULL
+
+    def _gather(self, staged: list[Staged]) -> Gathered:
+        """Launch one gather for all of them, after one launch that zeroes the slabs' padding where they have any: files
+        are to hold nothing of the chunks that were in the slots before."""
+        worker, writes, held, size = self._worker, self._writes, self._worker.share.reads, self._slab_bytes
+        assert all(len(item.chunk.block_ids) == worker.chunk_blocks for item in staged)
+        first_layer, first_head = writes.first_layer - held.first_layer, writes.first_head - held.first_head
+        patch = Patch(0, first_layer, writes.n_layers, first_head, writes.n_heads)
+        moves = [
+            Move(
+                patch,
+                item.chunk.block_ids,
+                worker.arena.slabs(item.slot, PAGE_BYTES, writes.n_heads, size),
+                key=item.chunk.key,
+            )
+            for item in staged
+        ]
+        n_bytes = worker.codec.layers_bytes(worker.geometry, range(writes.first_layer, writes.end_layer))
+        worker.arena.blank([item.slot for item in staged], writes.n_heads, size, n_bytes)
+        encoded = worker.codec.encode(worker.pages, moves)
+        return Gathered(staged, worker.order.mark(), encoded)
+
+    def _take_back(self, staged: Sequence[Staged], outcome: SaveOutcome) -> None:
+        """Answer chunks that the loop does not take. If the wait fails, the gather may still write into the slots, and
+        they are lost."""
+        try:
+            self._worker.order.wait(self._worker.order.mark())
+            for item in staged:
+                item.arena.discard(item.slot)
+            self._n_taken -= len(staged)
+        finally:
+            for item in staged:
+                self._answer(item.chunk, outcome, item.begun_s)
+
+    def _answer(self, chunk: SaveChunk, outcome: SaveOutcome, begun_s: float) -> None:
+        if outcome in _SKIPS:
+            self._worker.metrics.add(_SKIPS[outcome])
+        took_s = max(0.0, self._worker.clock() - begun_s)
+        self._done.append(SaveDone(chunk.key, chunk.set_id, chunk.slot, outcome, took_s))
+
+    # --- the loop's thread ---
+
+    def turn(self) -> bool:
+        """Take every chunk as far as it goes now. Return False if nothing changed."""
+        if not self._staged:
+            return False
+        has_moved = self._copy_down()
+        return self.writer.turn() or has_moved
+
+    def is_polled(self) -> bool:
+        """Return True while I/O is under way, or a slot of the host arena is lacking, which others may give back."""
+        return bool(self._to_copy) or self.under_way() is not None
+
+    def under_way(self) -> Reads | None:
+        """Return the writes or flushes that were begun first."""
+        return self.writer.under_way()
+
+    def _take(self, gathered: Any) -> None:
+        self._staged.update(dict.fromkeys(gathered.staged))
+        self._loop.when_done(gathered.mark, partial(self._gathered, gathered))
+
+    def _gathered(self, gathered: Gathered) -> None:
+        staged = gathered.staged
+        if gathered.encoded is not None:
+            verdicts = gathered.encoded.wait()
+            refused = [item for item, verdict in zip(staged, verdicts, strict=True) if verdict.is_refused]
+            for item, verdict in zip(staged, verdicts, strict=True):
+                item.checksums = verdict.sums
+            self._note_refused(len(refused))
+            self.end(refused, SaveOutcome.REFUSED)
+            staged = [item for item in staged if item not in refused]
+        if self._worker.host is None:
+            self._sign(staged)
+            return
+        for item in staged:
+            item.deadline_s = self._worker.clock() + self._worker.timeout_s
+        self._to_copy.extend(staged)
+
+    def _note_refused(self, count: int) -> None:
+        """Log that chunks are refused: a tier that stores nothing must not look like one that was not asked. All are
+        refused where KV is near nothing, as that of vLLM's dummy weights can be."""
+        if count:
+            so_far = count + int(self._worker.metrics.total().get(names.SKIPPED_REFUSED, 0))
+            self._log.warning(
+                "refused",
+                "codec %s cannot keep the KV of %d chunks so far, and they are not saved: it holds what is no "
+                "number, is infinite, or is too small or too large for the codec's scales; with codec: raw they are",
+                self._worker.codec.name,
+                so_far,
+            )
+
+    def _copy_down(self) -> bool:
+        """Begin to copy chunks into the host arena, as many as it has slots for, so that the next step finds staging
+        slots free, however slow the storage is. Their checksums are taken where they were gathered, if the codec did
+        not: what the way down changes is found before anything is published."""
+        worker, host, moved = self._worker, self._worker.host, list[Staged]()
+        while host is not None and self._to_copy and len(moved) < COPIED_TOGETHER:
+            slot = host.reserve()
+            if slot is None:
+                break
+            item = self._to_copy.popleft()
+            item.above, item.arena, item.slot = item.slot, host, slot
+            moved.append(item)
+        if host is None or not moved:
+            late = [item for item in self._to_copy if item.deadline_s <= worker.clock()]
+            for item in late:
+                self._to_copy.remove(item)
+            self.end(late, SaveOutcome.QUEUE_FULL)
+            return bool(late)
+        unsummed = [item for item in moved if item.checksums is None]
+        if unsummed:
+            with worker.order.launching():
+                sums = worker.sums([self._slab_run(item, worker.arena, item.above) for item in unsummed])
+            for item, checksums in zip(unsummed, sums, strict=True):
+                item.checksums = checksums
+        n_bytes = self._writes.n_heads * self._slab_bytes
+        pairs = [(host.record(item.slot, n_bytes), worker.arena.record(item.above, n_bytes)) for item in moved]
+        self._loop.when_done(worker.order.begin_copies_down(pairs), partial(self._copied, moved))
+        return True
+
+    def _copied(self, moved: Sequence[Staged]) -> None:
+        """Free the staging slots, but for as many as the hbm arena is for, in which chunks that may stay above wait for
+        their records. None counts as gathered: the next step finds as many slots as ever."""
+        n_held = min(len(moved), self.bounds.held_max - self._n_held)
+        for item in moved[n_held:]:
+            self._worker.arena.discard(item.above)
+            item.above = -1
+        for item in moved:
+            item.is_above = False
+        self._n_held += n_held
+        self._n_left += len(moved)
+        self._sign(moved)
+
+    def _sign(self, staged: Sequence[Staged]) -> None:
+        if self._worker.io.signer is None:
+            self.writer.ready.extend(staged)
+        elif staged:
+            self._pool.add(partial(self._tags, staged), partial(self._signed, staged))
+
+    def _tags(self, staged: Sequence[Staged]) -> list[tuple[bytes, ...]]:
+        """Return the tags of chunks in host memory. Runs in the pool: each byte is hashed."""
+        signer, writes = self._worker.io.signer, self._writes
+        assert signer is not None
+        return [
+            signer.tags(
+                item.plan.namespace, item.chunk.key, writes, self._slab_run(item, item.arena, item.slot).slabs.numpy()
+            )
+            for item in staged
+        ]
+
+    def _signed(self, staged: Sequence[Staged], result: Any) -> None:
+        if not isinstance(result, list):  # the pool is closed
+            self.end(staged, SaveOutcome.FAILED)
+            return
+        for item, tags in zip(staged, result, strict=True):
+            item.tags = tags
+            if item in self._staged:  # else it was given up
+                self.writer.ready.append(item)
+
+    def end(self, staged: Sequence[Staged], outcome: SaveOutcome, *, frees_slots: bool = True) -> bool:
+        """Answer chunks and give their slots back; a chunk that was saved may stay there as a cache of itself. Return
+        False if there are none."""
+        arena, is_saved = self._worker.arena, outcome is SaveOutcome.SAVED
+        for item in staged:
+            del self._staged[item]
+            key, at = item.chunk.key, item.location
+            sources = () if at is None else (Source(at, at.extent, PAGE_BYTES),)
+            if item.above >= 0:
+                self._n_held -= not item.is_above
+                arena.commit(item.above, key, sources) if is_saved else arena.discard(item.above)
+            if is_saved and self._keeps_written:
+                item.arena.commit(item.slot, key, sources)
+            elif frees_slots:
+                item.arena.discard(item.slot)
+            self._n_left += item.is_above and frees_slots
+            self._answer(item.chunk, outcome, item.begun_s)
+        return bool(staged)
+
+    def _slab_run(self, item: Staged, arena: ChunkArena, slot: int) -> SlabRun:
+        writes = self._writes
+        slabs = arena.slabs(slot, PAGE_BYTES, writes.n_heads, self._slab_bytes)
+        return SlabRun(slabs, item.chunk.key, writes.first_head, writes.first_layer)
+
+    def give_back(self, staged: Sequence[Staged]) -> None:
+        """Give back the slots of chunks that were answered without. Called on any thread."""
+        for item in staged:
+            item.arena.discard(item.slot)
+        self._loop.post(self._left, sum(item.is_above for item in staged))
+
+    def _left(self, n_chunks: Any) -> None:
+        self._n_left += n_chunks
+
+    def give_up(self) -> None:
+        """End all chunks that were taken."""
+        self._to_copy.clear()
+        self.writer.give_up()
+        self.end(list(self._staged), SaveOutcome.FAILED)

@@ -1,0 +1,121 @@
+"""Python calls that one chunk costs on its way, on all threads of a worker: what was reached is not lost again.
+
+A single chunk pays for whole turns of the loop, as many as its I/O takes: the least of some tries counts.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+
+import kvtier
+from kvtier.plan import LoadPlan, SaveOutcome, SavePlan
+from kvtier.scheduler.store import WantedChunk
+from tests.support.rig import Engine
+
+ROOT = str(Path(kvtier.__file__).parent)
+THREADS = ("kvtier-loop", "kvtier-load", "kvtier-save", "MainThread")
+FILES_MAX = 33
+CHANGES: dict[str, object] = {
+    "host": {"arena_bytes": 64 << 20},
+    "capacity_bytes": 256 << 20,
+    "segment_bytes": 64 << 20,
+    "io": {"threads": 4, "timeout_s": 10.0, "stripes": 1},
+}
+
+
+class Count(NamedTuple):
+    calls: int
+    files: int
+
+
+class Counted:
+    """Calls of functions of kvtier by their file, while `is_on`."""
+
+    def __init__(self) -> None:
+        self.by_file: Counter[str] = Counter()
+        self.is_on = False
+
+    def look(self, frame: FrameType, event: str, arg: Any) -> None:
+        file = frame.f_code.co_filename
+        if self.is_on and event == "call" and file.startswith(ROOT) and threading.current_thread().name in THREADS:
+            self.by_file[file] += 1
+
+    def of(self, walk: Callable[[], None]) -> Count:
+        self.by_file.clear()
+        sys.setprofile(self.look)
+        self.is_on = True
+        try:
+            walk()
+        finally:
+            self.is_on = False
+            sys.setprofile(None)
+        return Count(sum(self.by_file.values()), len(self.by_file))
+
+
+@pytest.fixture
+def counted() -> Iterator[Counted]:
+    """Counts on threads that are started from now on, and on this one within `of`."""
+    found = Counted()
+    threading.setprofile(found.look)
+    yield found
+    threading.setprofile(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("n_chunks", "tries", "saved_max", "loaded_max"), [(1, 10, 600, 600), (64, 2, 75, 200)], ids=["one", "batch"]
+)
+def test_calls_of_a_chunk(
+    tmp_path: Path, counted: Counted, n_chunks: int, tries: int, saved_max: int, loaded_max: int
+) -> None:
+    prompts = [list(range(start, start + 64 * n_chunks)) for start in range(0, 10_000 * (tries + 1), 10_000)]
+    blocks = list(range(4 * n_chunks))
+    engine = Engine(tmp_path, changes=CHANGES, n_blocks=4 * n_chunks)
+    engine.save(prompts[0], blocks)
+    least = min(counted.of(partial(save, engine, plan_of(engine, tokens))) for tokens in prompts[1:])
+    engine.close()
+    assert least.calls / n_chunks <= saved_max and least.files <= FILES_MAX
+
+    engine = Engine(tmp_path, changes=CHANGES, n_blocks=4 * n_chunks)
+    engine.load(prompts[0], blocks)
+    plans = []
+    for tokens in prompts[1:]:
+        keys = engine.keys(tokens)
+        plans.append(engine.store.plan_load("r", keys, engine.store.lookup(keys) or [], blocks, 0))
+    least = min(counted.of(partial(load, engine, plan)) for plan in plans)
+    engine.close()
+    assert least.calls / n_chunks <= loaded_max and least.files <= FILES_MAX
+
+
+def save(engine: Engine, plan: SavePlan) -> None:
+    (transfer,) = engine.transfers
+    transfer.save(plan)
+    assert transfer.drain(20)
+    assert {done.outcome for done in transfer.poll().saves} == {SaveOutcome.SAVED}
+
+
+def load(engine: Engine, plan: LoadPlan) -> None:
+    (transfer,) = engine.transfers
+    transfer.load(plan)
+    assert transfer.drain(20)
+    assert [done.failed_blocks for done in transfer.poll().loads] == [frozenset()]
+
+
+def plan_of(engine: Engine, tokens: list[int]) -> SavePlan:
+    engine.wait_for_set()
+    blocks = list(range(len(tokens) // 16))
+    engine.prefill(tokens, blocks)
+    keys = engine.keys(tokens)
+    parents = [engine.store.namespace_id, *keys]
+    wanted = [WantedChunk(key, parents[i], tuple(blocks[4 * i : 4 * i + 4])) for i, key in enumerate(keys)]
+    plan = engine.store.plan_save(wanted)
+    assert plan is not None and len(plan.chunks) == len(keys)
+    return plan
