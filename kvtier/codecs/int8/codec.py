@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 from kvtier.codecs.base import Encoded, Mover, Movers
+from kvtier.codecs.error_watch import Sampled, WatchedMover
 from kvtier.codecs.vectors import EncodedLayer, VectorPages, check_vectors
 from kvtier.format.geometry import Extent, Geometry
 from kvtier.kernels.paged import Move, PagedKV
@@ -65,7 +66,8 @@ class Int8Codec:
 
     def prepare(self, pages: PagedKV, geometry: Geometry, held: Extent) -> None:
         coder = Int8Coder(geometry.chunk_tokens, geometry.k_head_size, geometry.v_head_size)
-        self._movers.add(pages, _make_mover(pages, coder, held))
+        mover = _make_mover(pages, coder, held)
+        self._movers.add(pages, WatchedMover(mover, self.name, coder, Sampled(pages, held)))
 
     def encode(self, pages: PagedKV, moves: Sequence[Move]) -> Encoded | None:
         return self._movers.of(pages).encode(moves)

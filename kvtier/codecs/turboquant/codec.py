@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvtier.codecs.base import Encoded, Mover, Movers
+from kvtier.codecs.error_watch import Sampled, WatchedMover
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.codecs.turboquant.reference import Signs, decode_layer, encode_layer, signs_of
 from kvtier.codecs.turboquant.rotation import HEAD_SIZES
@@ -43,11 +44,13 @@ class Turboquant:
 
     def prepare(self, pages: PagedKV, geometry: Geometry, held: Extent) -> None:
         """Raises ConfigError for pages that the kernels cannot take."""
+        coder = TurboquantCoder(self._format(geometry), held, pages.layers[0].k.device)
         try:
-            mover = _make_mover(pages, self._format(geometry), held)
+            mover = _make_mover(pages, coder, held)
         except ValueError as fault:
             raise ConfigError("codec", self._preset, f"{fault}: set it to raw") from fault
-        self._movers.add(pages, mover)
+        sampled = Sampled(pages, held, self._rope_base)
+        self._movers.add(pages, WatchedMover(mover, self._preset, coder, sampled))
 
     def encode(self, pages: PagedKV, moves: Sequence[Move]) -> Encoded | None:
         return self._movers.of(pages).encode(moves)
@@ -70,18 +73,18 @@ class TurboquantCoder:
     """kvtier.codecs.vectors.LayerCoder for some layers and heads of a model."""
 
     def __init__(self, slab_format: SlabFormat, held: Extent, device: torch.device) -> None:
-        self._format = slab_format
+        self.format = slab_format
         self._held = held
         self._signs = signs_of(slab_format.seed, held, slab_format.layer, device)
 
     def n_bytes(self, layers: range) -> int:
-        return self._format.n_bytes(layers)
+        return self.format.n_bytes(layers)
 
     def encode(self, k: torch.Tensor, v: torch.Tensor, cells: Extent) -> EncodedLayer:
-        return encode_layer(k, v, self._format.layer, self._signs_of(cells), self._format.rope_base)
+        return encode_layer(k, v, self.format.layer, self._signs_of(cells), self.format.rope_base)
 
     def decode(self, data: torch.Tensor, cells: Extent, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        return decode_layer(data, self._format.layer, self._signs_of(cells), dtype, self._format.rope_base)
+        return decode_layer(data, self.format.layer, self._signs_of(cells), dtype, self.format.rope_base)
 
     def _signs_of(self, cells: Extent) -> Signs:
         """(heads, size) each, of one layer."""
@@ -90,10 +93,9 @@ class TurboquantCoder:
         return Signs(k, v)
 
 
-def _make_mover(pages: PagedKV, slab_format: SlabFormat, held: Extent) -> Mover:
-    device = pages.layers[0].k.device
-    if device.type == "cpu":
-        return VectorPages(pages, TurboquantCoder(slab_format, held, device), held)
+def _make_mover(pages: PagedKV, coder: TurboquantCoder, held: Extent) -> Mover:
+    if pages.layers[0].k.device.type == "cpu":
+        return VectorPages(pages, coder, held)
     from kvtier.codecs.turboquant.device import CudaTurboquant  # needs Triton, which hosts without a GPU may lack
 
-    return CudaTurboquant(pages, slab_format, held)
+    return CudaTurboquant(pages, coder.format, held)

@@ -1,0 +1,142 @@
+"""Check of the first chunks that a lossy codec encodes: heads whose error is large beside their signal.
+
+A codec may suit one model and not another: where K is almost only a bias, an error that follows the bias can be larger
+than what differs between tokens. That is seen without the model, by decoding a sample.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvtier.codecs.base import Encoded, EncodeResult, Mover
+from kvtier.codecs.turboquant.turns import turned
+from kvtier.codecs.vectors import LayerCoder
+from kvtier.format.geometry import Extent
+from kvtier.kernels.launch import to_device
+from kvtier.kernels.paged import Move, PagedKV
+
+log = logging.getLogger("kvtier")
+
+ERROR_MAX = 0.3  # largest error of a head beside its signal that is not counted
+# Least signal of a head beside its norm that counts: less is no more than the engine's own rounding.
+SIGNAL_MIN = 2.0**-8
+LAYERS_AT_ONCE = 4  # layers of one chunk that a call of `encode` adds to the sample
+BETTER = {"k4v4": "k6v5 or int8", "k6v5": "int8", "int8": "raw"}  # presets to use instead
+
+
+class _Layer(NamedTuple):
+    """K and V of one layer of a chunk before it was encoded, (heads, tokens, size), and where its bytes will be."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    data: torch.Tensor
+    cells: Extent
+
+
+class Sampled(NamedTuple):
+    """Pages of which a sample is taken. held: the layers and heads of the model that they are. rope_base: of the rotary
+    embedding of K, which hides a bias; 0 if it is not known."""
+
+    pages: PagedKV
+    held: Extent
+    rope_base: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """kvtier.codecs.base.Encoded that compares layers of the first move once they are encoded. copied: when they are
+    copied, too; None on the CPU."""
+
+    inner: Encoded
+    watch: WatchedMover
+    layers: Sequence[_Layer]
+    copied: torch.cuda.Event | None
+
+    def wait(self) -> list[EncodeResult]:
+        verdicts = self.inner.wait()
+        if self.copied is not None:
+            self.copied.synchronize()
+        if not verdicts[0].is_refused:
+            for layer in self.layers:
+                self.watch.compare(layer)
+        return verdicts
+
+
+class WatchedMover:
+    """kvtier.codecs.base.Mover that samples each layer of one engine's pages once. Thread-safe.
+
+    heads_compared, heads_bad: of K and of V; bad are those whose error beside their signal is above ERROR_MAX.
+    """
+
+    def __init__(self, mover: Mover, preset: str, coder: LayerCoder, sampled: Sampled) -> None:
+        """coder: decodes what `mover` encodes. preset: as it is set."""
+        self.heads_compared = self.heads_bad = 0
+        self._mover, self._preset, self._coder, self._sampled = mover, preset, coder, sampled
+        self._lock = threading.Lock()
+        self._missing = set(range(sampled.held.first_layer, sampled.held.end_layer))
+
+    def encode(self, moves: Sequence[Move]) -> Encoded | None:
+        """Encode, and add layers of the first move to the sample: copied behind the launch, on its stream, and compared
+        by the thread that waits for the verdicts."""
+        encoded = self._mover.encode(moves)
+        if encoded is None or not moves or not self._missing:
+            return encoded
+        layers = self._copied(moves[0])
+        copied = None
+        if moves[0].slabs.is_cuda:
+            copied = torch.cuda.current_stream(moves[0].slabs.device).record_event()
+        return _Watched(encoded, self, layers, copied) if layers else encoded
+
+    def decode(self, moves: Sequence[Move]) -> None:
+        self._mover.decode(moves)
+
+    def compare(self, layer: _Layer) -> None:
+        """Count the heads of one layer; log once all layers are compared."""
+        with self._lock:
+            if layer.cells.first_layer not in self._missing:
+                return
+            self._missing.discard(layer.cells.first_layer)
+            is_last = not self._missing
+        decoded = self._coder.decode(layer.data, layer.cells, layer.k.dtype)
+        n_bad = 0
+        for x, back, base in zip((layer.k, layer.v), decoded, (self._sampled.rope_base, 0.0), strict=True):
+            flat = turned(x.float(), base, False)
+            signal = (flat - flat.mean(1, keepdim=True)).norm(dim=(1, 2))
+            error = (back.float() - x.float()).norm(dim=(1, 2))
+            n_bad += int(((error > ERROR_MAX * signal) & (signal > SIGNAL_MIN * flat.norm(dim=(1, 2)))).sum())
+        with self._lock:
+            self.heads_compared += 2 * layer.cells.n_heads
+            self.heads_bad += n_bad
+        if is_last and self.heads_bad:
+            log.warning(
+                "codec %s does not suit this model: in %d of %d heads of K and V its error is more than %.0f %% of "
+                "what differs between tokens; set codec to %s",
+                self._preset,
+                self.heads_bad,
+                self.heads_compared,
+                100 * ERROR_MAX,
+                BETTER[self._preset],
+            )
+
+    def _copied(self, move: Move) -> list[_Layer]:
+        patch, held = move.patch, self._sampled.held
+        first = held.first_layer + patch.page_layer
+        numbers = [number for number in range(first, first + patch.n_layers) if number in self._missing]
+        heads = slice(patch.page_head, patch.page_head + patch.n_heads)
+        blocks = to_device(np.array(move.block_ids, dtype=np.int64), move.slabs.device)
+        layers = []
+        for number in numbers[:LAYERS_AT_ONCE]:
+            planes = self._sampled.pages.layers[number - held.first_layer].planes
+            k, v = (plane[blocks][:, :, heads].permute(2, 0, 1, 3).flatten(1, 2) for plane in planes)
+            begin = first - patch.slab_layer
+            start, end = (self._coder.n_bytes(range(begin, stop)) for stop in (number, number + 1))
+            cells = Extent(number, 1, held.first_head + patch.page_head, patch.n_heads)
+            layers.append(_Layer(k, v, move.slabs[:, start:end], cells))
+        return layers

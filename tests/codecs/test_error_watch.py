@@ -1,0 +1,75 @@
+"""The check of the first chunks: a head whose error is large beside its signal is counted, and named once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvtier.codecs.base import Codec
+from kvtier.codecs.error_watch import LAYERS_AT_ONCE, WatchedMover
+from kvtier.codecs.int8.codec import Int8Codec
+from kvtier.codecs.turboquant.codec import Turboquant
+from kvtier.format.geometry import Extent, Geometry, padded
+from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch
+
+TOKENS, HEADS, SIZE, LAYERS = 64, 2, 64, LAYERS_AT_ONCE + 1
+GEOMETRY = Geometry(LAYERS, HEADS, SIZE, SIZE, "bfloat16", 2, "heads", TOKENS)
+EXTENT = Extent(0, LAYERS, 0, HEADS)
+
+
+def pages_with(bias: float, layer: int) -> PagedKV:
+    """Four blocks of 16 tokens: noise, and in one layer a V of which almost all is the same for every token."""
+    draw = torch.Generator().manual_seed(1)
+    planes = [torch.randn(4, 16, HEADS, SIZE, generator=draw) for _ in range(2 * LAYERS)]
+    planes[2 * layer + 1] += bias * torch.randn(SIZE, generator=draw)
+    found = [plane.bfloat16() for plane in planes]
+    return PagedKV(tuple(PagedLayer(*found[n : n + 2]) for n in range(0, 2 * LAYERS, 2)), 16)
+
+
+def encode(codec: Codec, pages: PagedKV, times: int) -> WatchedMover:
+    codec.prepare(pages, GEOMETRY, EXTENT)
+    slab_bytes = padded(codec.layers_bytes(GEOMETRY, range(LAYERS)))
+    for _ in range(times):
+        slabs = torch.zeros(HEADS, slab_bytes, dtype=torch.uint8)
+        encoded = codec.encode(pages, [Move(Patch(0, 0, LAYERS, 0, HEADS), (2, 0, 3, 1), slabs)])
+        assert encoded is not None
+        assert [verdict.is_refused for verdict in encoded.wait()] == [False]
+    mover = codec._movers.of(pages)  # type: ignore[attr-defined]
+    assert isinstance(mover, WatchedMover)
+    return mover
+
+
+def test_heads_with_a_large_error_are_counted_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    mover = encode(Turboquant("k4v4"), pages_with(30.0, 0), 4)
+    assert (mover.heads_bad, mover.heads_compared) == (HEADS, 2 * HEADS * LAYERS)
+    assert caplog.text.count("codec k4v4 does not suit this model: in 2 of 20 heads") == 1
+    assert "set codec to k6v5 or int8" in caplog.text
+
+
+def test_all_layers_are_compared_before_anything_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    mover = encode(Turboquant("k4v4"), pages_with(30.0, LAYERS - 1), 1)
+    assert mover.heads_compared == 2 * HEADS * LAYERS_AT_ONCE and not caplog.text
+
+
+@pytest.mark.parametrize("codec", [Int8Codec(), Turboquant("k6v5"), Turboquant("k4v4", 1e4)])
+def test_a_codec_that_suits_the_model_is_not_named(codec: Codec, caplog: pytest.LogCaptureFixture) -> None:
+    mover = encode(codec, pages_with(0.0, 0), 3)
+    assert (mover.heads_bad, mover.heads_compared) == (0, 2 * HEADS * LAYERS) and not caplog.text
+
+
+def test_a_head_without_a_signal_is_not_counted() -> None:
+    pages = pages_with(0.0, 0)
+    for plane in (plane for layer in pages.layers for plane in layer.planes):
+        plane.fill_(3.0)
+    assert encode(Turboquant("k4v4"), pages, 2).heads_bad == 0
+
+
+def test_what_is_refused_is_not_compared() -> None:
+    pages = pages_with(30.0, 0)
+    pages.layers[0].k[1, 2, 0, 5] = float("nan")
+    codec = Int8Codec()
+    codec.prepare(pages, GEOMETRY, EXTENT)
+    slabs = torch.zeros(HEADS, padded(codec.layers_bytes(GEOMETRY, range(LAYERS))), dtype=torch.uint8)
+    encoded = codec.encode(pages, [Move(Patch(0, 0, LAYERS, 0, HEADS), (2, 0, 3, 1), slabs)])
+    assert encoded is not None and encoded.wait()[0].is_refused
+    assert codec._movers.of(pages).heads_compared == 0  # type: ignore[attr-defined]
