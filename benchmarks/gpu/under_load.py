@@ -31,7 +31,10 @@ def ceilings(setup: EngineSetup, is_tiny: bool) -> dict[str, float]:
     found["reads"] = read_rate(path, repeats=3)
     path.unlink()
     if not is_tiny:
+        import torch
+
         found |= copies()
+        torch.cuda.empty_cache()  # the engines want this memory
     return found
 
 
