@@ -141,7 +141,7 @@ class ReadBack:
             self._look_at_root()
             self._index.remove_set(set_id)  # it was evicted while it was read
             return 0
-        self._retract_erased(files, set_id, found)
+        self._retract_erased(files, set_id, found, lambda: progress(len(parts)))
         return taken
 
     def _is_gone(self, files: SegmentFiles, key: bytes, location: Location) -> bool:
@@ -152,14 +152,18 @@ class ReadBack:
         age_s = files.age_s(location.set_id, location.part, self._disk_s())
         return age_s >= SETTLED_S and judge(files, key, location) is RecordVerdict.OTHER
 
-    def _retract_erased(self, files: SegmentFiles, set_id: int, published: dict[int, list[NewRecord]]) -> None:
+    def _retract_erased(
+        self, files: SegmentFiles, set_id: int, published: dict[int, list[NewRecord]], tell: Callable[[], None]
+    ) -> None:
         """Retract records whose headers their writer blanked between our reading and publishing them. (A writer blanks
         the record of a save that failed where the index does not have it.)
 
-        published: by part, what was read."""
+        published: by part, what was read. tell: called before each file, for it takes long."""
         for part, records in published.items():
             if files.age_s(set_id, part, self._disk_s()) >= SETTLED_S:
                 continue
+            tell()
+            self._lease.renew()
             try:
                 segment = self._read_segment(files, set_id, part)
             except (ConfigError, Corrupt, TierUnavailable):
