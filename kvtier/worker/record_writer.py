@@ -354,7 +354,7 @@ class RecordWriter:
             metrics.add(names.SAVE_BYTES, len(saved) * n_bytes)
         self._finish(batch)
         if saved and self.segments.has_unpublished():  # the storage works again
-            self._pool.add(self.segments.erase_unpublished, _ignore)
+            self._pool.add(self.segments.erase_unpublished)
 
     def _expire(self) -> bool:
         """Give up batches that are late. (The index has deadlines of its own.)"""
@@ -393,7 +393,7 @@ class RecordWriter:
             self._worker.metrics.add(names.SAVE_SECONDS, self._worker.clock() - batch.begun_s)
         batch.state = SaveState.ENDED
         self._batches.pop(batch, None)
-        self._pool.add(batch.held.close, _ignore)  # which may close files, and take long
+        self._pool.add(batch.held.close)  # which may close files, and take long
 
     def _fail(self, staged: Sequence[Staged], outcome: SaveOutcome) -> None:
         """End chunks whose records may be stored in part."""
@@ -451,7 +451,3 @@ class RecordWriter:
             except (Corrupt, TierUnavailable, IndexUnavailable) as fault:
                 self._log.warning("trim", "segment set %016x is not trimmed: %s", set_id, fault)
         self._slots_used.clear()
-
-
-def _ignore(result: object) -> None:
-    """Take the result of work that answers no chunk."""

@@ -31,7 +31,7 @@ class TaskPool:
         self._still_s = min(STILL_S, timeout_s / 4)
         self._tell = ended
         self._lock = threading.Lock()
-        self._tasks: deque[tuple[Callable[[], object], Then]] = deque()
+        self._tasks: deque[tuple[Callable[[], object], Then | None]] = deque()
         self._runners: dict[object, float] = {}  # jobs that run tasks until there are none -> when their task began
         self._n_still = 0  # runners whose tasks may hang
 
@@ -44,16 +44,17 @@ class TaskPool:
         with self._lock:
             return self._count_still() > 0
 
-    def add(self, work: Callable[[], object], then: Then) -> None:
+    def add(self, work: Callable[[], object], then: Then | None = None) -> None:
+        """Run `work` on a thread of the pool, and then have `then` called with its result or its exception."""
         with self._lock:
             self._tasks.append((work, then))
         self.staff()
 
     def staff(self) -> None:
         """Have as many runners as the pool is wide, beside those whose tasks may hang."""
-        if not self._tasks and not self._runners and not self._n_still:
+        if not self._tasks and not self._n_still:
             return
-        dropped: list[Then] = []
+        dropped: list[Then | None] = []
         with self._lock:
             n_still = self._count_still()
             if n_still != self._n_still:
@@ -69,7 +70,7 @@ class TaskPool:
                     dropped = [then for _, then in self._tasks]
                     self._tasks.clear()
         for then in dropped:
-            self._tell(then, TierUnavailable("the worker is closed"))
+            self._end(then, TierUnavailable("the worker is closed"))
 
     def _count_still(self) -> int:
         if not self._runners:
@@ -96,4 +97,8 @@ class TaskPool:
                     del self._runners[runner]
                 raise
             finally:
-                self._tell(then, result)
+                self._end(then, result)
+
+    def _end(self, then: Then | None, result: object) -> None:
+        if then is not None:
+            self._tell(then, result)
