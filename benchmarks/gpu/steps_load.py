@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
 from benchmarks.gpu import inside
 from benchmarks.gpu.engine import MeasuredEngine, grown
 from benchmarks.gpu.models import prompt
+from benchmarks.gpu.sampler import Sampler
 from benchmarks.gpu.systems import stored_bytes
 
 SAMPLE_S = 0.05
@@ -29,19 +29,11 @@ class UsageWatch:
     def __init__(self, engine: MeasuredEngine) -> None:
         self._folder = engine.data
         self._maxima = {"disk": 0, "own": 0, "mapped": 0}
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._sampler = Sampler(self._sample, SAMPLE_S)
 
     def close(self) -> dict[str, int]:
-        self._stop.set()
-        self._thread.join()
-        self._sample()
+        self._sampler.close()
         return self._maxima
-
-    def _run(self) -> None:
-        while not self._stop.wait(SAMPLE_S):
-            self._sample()
 
     def _sample(self) -> None:
         now = (stored_bytes(self._folder, SEGMENTS), *inside.resident())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from statistics import median
@@ -11,6 +10,7 @@ from typing import Any
 from benchmarks.gpu import inside
 from benchmarks.gpu.engine import NO_TIER, MeasuredEngine, grown, parameters
 from benchmarks.gpu.models import prompt
+from benchmarks.gpu.sampler import Sampler
 from benchmarks.gpu.systems import stored_bytes
 
 SAMPLE_S = 0.02
@@ -28,19 +28,11 @@ class GrowthWatch:
     def __init__(self, measure: Callable[[], float]) -> None:
         self._measure = measure
         self._samples = [(time.perf_counter(), measure())]
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._sampler = Sampler(self._sample, SAMPLE_S)
 
     def close(self) -> list[tuple[float, float]]:
-        self._stop.set()
-        self._thread.join()
-        self._sample()
+        self._sampler.close()
         return self._samples
-
-    def _run(self) -> None:
-        while not self._stop.wait(SAMPLE_S):
-            self._sample()
 
     def _sample(self) -> None:
         value = self._measure()
