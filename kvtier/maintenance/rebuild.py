@@ -124,8 +124,7 @@ class ReadBack:
         if header is None:
             return 0
         records = {(record.key, record.location): record for part in found for record in found[part]}
-        missed = {member for member in members if member[1].part in found and member not in records}
-        gone = {member for member in missed if self._is_gone(files, *member)}
+        gone = self._gone(files, {member for member in members if member[1].part in found and member not in records})
         self.taken_out.gone += sum(self._index.retract(key, place) for key, place in gone)
         known = set(members) - gone
         missing = [record for member, record in records.items() if member not in known]
@@ -144,13 +143,18 @@ class ReadBack:
         self._retract_erased(files, set_id, found, lambda: progress(len(parts)))
         return taken
 
-    def _is_gone(self, files: SegmentFiles, key: bytes, location: Location) -> bool:
-        """Return whether a record that the index has is not in its file, as its header pages say: where those may be
-        stale, only if it is not there through a descriptor opened now either, long after the last write."""
-        if not self._may_be_away:
-            return True
-        age_s = files.age_s(location.set_id, location.part, self._disk_s())
-        return age_s >= SETTLED_S and judge(files, key, location) is RecordVerdict.OTHER
+    def _gone(self, files: SegmentFiles, missed: set[tuple[bytes, Location]]) -> set[tuple[bytes, Location]]:
+        """Return the records of the index that are not in their files. missed: those that the header pages did not
+        show. Where pages may be stale, a record is gone only if it is not there through a descriptor opened now either,
+        long after the last write."""
+        if not missed or not self._may_be_away:
+            return missed
+        now_s = self._disk_s()
+        return {
+            (key, at)
+            for key, at in missed
+            if files.age_s(at.set_id, at.part, now_s) >= SETTLED_S and judge(files, key, at) is RecordVerdict.OTHER
+        }
 
     def _retract_erased(
         self, files: SegmentFiles, set_id: int, published: dict[int, list[NewRecord]], tell: Callable[[], None]
@@ -159,8 +163,9 @@ class ReadBack:
         the record of a save that failed where the index does not have it.)
 
         published: by part, what was read. tell: called before each file, for it takes long."""
+        now_s = self._disk_s()
         for part, records in published.items():
-            if files.age_s(set_id, part, self._disk_s()) >= SETTLED_S:
+            if files.age_s(set_id, part, now_s) >= SETTLED_S:
                 continue
             tell()
             self._lease.renew()

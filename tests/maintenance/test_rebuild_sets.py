@@ -13,7 +13,7 @@ import pytest
 
 from kvtier import cli
 from kvtier.errors import IndexUnavailable, TierUnavailable
-from kvtier.index.base import IndexCounts, NewRecord, SetInfo
+from kvtier.index.base import Index, IndexCounts, Location, NewRecord, SetInfo
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.maintenance import rebuild as read_back
 from kvtier.maintenance.rebuild import ReadBack
@@ -41,6 +41,17 @@ def lost(root: Path, ranks: int = 1) -> tuple[list[Path], list[bytes]]:
         os.utime(path, (1, 1))
     shutil.rmtree(root / "v2" / "index")
     return paths, keys
+
+
+def living_writer(root: Path) -> tuple[Engine, Index, tuple[bytes, Location]]:
+    """Return an engine that has saved five chunks, its index, and the last record, which the index lacks now."""
+    writer = Engine(root)
+    writer.save(TOKENS, BLOCKS)
+    index = writer.store._keeper._index
+    members = [member for info in index.sets() for member in index.members(info.set_id)]
+    assert len(members) == 5
+    index.retract(*members[4])
+    return writer, index, members[4]
 
 
 def opened(root: Path) -> LmdbIndex:
@@ -174,12 +185,7 @@ def test_what_was_read_back_is_refused_where_its_set_was_taken_over_since(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A network may deliver the command late: whoever took the set over has cut its files behind the known records."""
-    writer = Engine(tmp_path)
-    writer.save(TOKENS, BLOCKS)
-    index = writer.store._keeper._index
-    members = [member for info in index.sets() for member in index.members(info.set_id)]
-    last = members[-1]
-    index.retract(*last)
+    writer, index, last = living_writer(tmp_path)
     publish = index.publish
 
     def arrive_late(records: list[NewRecord], **options: bool) -> int:
@@ -195,11 +201,7 @@ def test_what_was_read_back_is_refused_where_its_set_was_taken_over_since(
 def test_what_a_living_writer_has_is_kept_when_the_index_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = Engine(tmp_path)
-    writer.save(TOKENS, BLOCKS)
-    index = writer.store._keeper._index
-    members = [(key, at) for info in index.sets() for key, at in index.members(info.set_id)]
-    index.retract(*members[4])
+    writer, index, _ = living_writer(tmp_path)
 
     def refuse(records: list[NewRecord], **options: bool) -> int:
         raise IndexUnavailable("locked by another process")
