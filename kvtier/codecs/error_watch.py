@@ -86,7 +86,7 @@ class WatchedMover:
         """Encode, and add layers of the first move to the sample: copied behind the launch, on its stream, and compared
         by the thread that waits for the verdicts."""
         encoded = self._mover.encode(moves)
-        if encoded is None or not moves or not self._missing or moves[0].slabs.is_cuda:  # it was run on no GPU yet
+        if encoded is None or not moves or not self._missing:
             return encoded
         layers = self._copied(moves[0])
         copied = None
