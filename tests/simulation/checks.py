@@ -83,7 +83,7 @@ class Checks:
             self._look_at_record(info.namespace, record.key, record.location, may_be_gone=from_files)
 
     def _is_blank(self, namespace: bytes, at: Location) -> bool:
-        """Whether the record's writer erased it, maybe after a rebuild had read it: that one retracts it soon."""
+        """Return whether the writer erased the record. A rebuild that had read it before retracts it soon."""
         record = _read(self._place.root.folder / namespace.hex() / segment_name(at.set_id, at.part), at)
         return record is not None and not any(record[:PAGE_BYTES])
 
@@ -166,8 +166,8 @@ class Checks:
             self._violate(f"set {set_id:016x} was evicted under lease {token}, and there is {latest}")
 
     def _keys_in(self, set_id: int) -> set[bytes]:
-        """Of chunks that have a record there; of all that ever had one, while the index has forgotten which, or where
-        it may not know all that the files hold."""
+        """Return the keys of chunks that have a record in the set; where the index may not know all that its files
+        hold, as after its loss, the keys of all that ever had one."""
         real = self._place.index.real
         if real.was_reset or set_id in self._read_in_part:
             return {key for key in self._place.claims if set_id in self._homes.get(key, ())}
