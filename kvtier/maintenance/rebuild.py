@@ -111,9 +111,11 @@ class ReadBack:
         members = self._index.members(set_id)
         found: dict[int, list[NewRecord]] = {}
         header = None
+        written_ns: dict[int, int | None] = {}
         for n_read, part in enumerate(parts):
             progress(n_read)
             self._lease.renew()
+            written_ns[part] = files.written_ns(set_id, part)
             try:
                 segment = self._read_segment(files, set_id, part)
             except (ConfigError, Corrupt, TierUnavailable) as fault:
@@ -140,7 +142,10 @@ class ReadBack:
             self._look_at_root()
             self._index.remove_set(set_id)  # it was evicted while it was read
             return 0
-        self._retract_erased(files, set_id, found, lambda: progress(len(parts)))
+        for part in self._written_since(files, set_id, {part: written_ns[part] for part in found}):
+            progress(len(parts))
+            self._lease.renew()
+            self._retract_erased(files, set_id, part, found[part])
         return taken
 
     def _gone(self, files: SegmentFiles, missed: set[tuple[bytes, Location]]) -> set[tuple[bytes, Location]]:
@@ -156,27 +161,28 @@ class ReadBack:
             if files.age_s(at.set_id, at.part, now_s) >= SETTLED_S and judge(files, key, at) is RecordVerdict.OTHER
         }
 
-    def _retract_erased(
-        self, files: SegmentFiles, set_id: int, published: dict[int, list[NewRecord]], tell: Callable[[], None]
-    ) -> None:
-        """Retract records whose headers their writer blanked between our reading and publishing them. (A writer blanks
-        the record of a save that failed where the index does not have it.)
-
-        published: by part, what was read. tell: called before each file, for it takes long."""
+    def _written_since(self, files: SegmentFiles, set_id: int, written_ns: dict[int, int | None]) -> list[int]:
+        """Return the parts whose files were written since `written_ns`; where a node may not see that at once, those
+        written lately too."""
         now_s = self._disk_s()
-        for part, records in published.items():
-            if files.age_s(set_id, part, now_s) >= SETTLED_S:
-                continue
-            tell()
-            self._lease.renew()
-            try:
-                segment = self._read_segment(files, set_id, part)
-            except (ConfigError, Corrupt, TierUnavailable):
-                continue  # a load that meets one retracts it
-            still = {(record.key, record.location) for record in segment[1]} if segment else set()
-            for record in records:
-                if (record.key, record.location) not in still:
-                    self.taken_out.gone += self._index.retract(record.key, record.location)
+        return [
+            part
+            for part, before_ns in written_ns.items()
+            if files.written_ns(set_id, part) != before_ns
+            or (self._may_be_away and files.age_s(set_id, part, now_s) < SETTLED_S)
+        ]
+
+    def _retract_erased(self, files: SegmentFiles, set_id: int, part: int, published: Sequence[NewRecord]) -> None:
+        """Retract records whose headers their writer blanked between our reading and publishing them. (A writer blanks
+        the record of a save that failed where the index does not have it.)"""
+        try:
+            segment = self._read_segment(files, set_id, part)
+        except (ConfigError, Corrupt, TierUnavailable):
+            return  # a load that meets one retracts it
+        still = {(record.key, record.location) for record in segment[1]} if segment else set()
+        for record in published:
+            if (record.key, record.location) not in still:
+                self.taken_out.gone += self._index.retract(record.key, record.location)
 
     def _check_held(self, lapses: int) -> None:
         if not self._lease.is_held_since(lapses):
