@@ -76,8 +76,8 @@ def warm_of_another(engine: Engine, seed: int) -> dict[str, Any]:
 
 
 def tokens_alone(engine: Engine, seed: int) -> dict[str, Any]:
-    """Return the tokens of the prompts, asked twice, and how many came from the tier: for engines whose blocks cannot be
-    looked at."""
+    """Return the tokens of the prompts, asked twice, and how many came from the tier: for engines whose blocks cannot
+    be looked at."""
     prompts = [{"prompt_token_ids": prompt} for prompt in prompts_of(seed, MIXED_LENGTHS)]
     sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
     results: dict[str, Any] = {"expected": [whole_chunks(n) for n in MIXED_LENGTHS]}
