@@ -22,8 +22,8 @@ from kvtier.storage.segments import SegmentFiles, segment_name
 log = logging.getLogger("kvtier")
 
 ADOPTED_MAX = 512  # records that become visible in one step with their set when it is read back
-# Age from which on a file's header pages are taken as final, seconds. Before it a writer may blank a record whose save
-# failed, and another node may read pages from before a write.
+# Age from which on a file's header pages are taken as final, seconds: before it another node may read pages from before
+# a write.
 SETTLED_S = 60.0
 KEYS_AT_ONCE = 512  # keys looked up in one step; lookups of engines wait that long
 
@@ -111,11 +111,9 @@ class ReadBack:
         members = self._index.members(set_id)
         found: dict[int, list[NewRecord]] = {}
         header = None
-        written_ns: dict[int, int | None] = {}
         for n_read, part in enumerate(parts):
             progress(n_read)
             self._lease.renew()
-            written_ns[part] = files.written_ns(set_id, part)
             try:
                 segment = self._read_segment(files, set_id, part)
             except (ConfigError, Corrupt, TierUnavailable) as fault:
@@ -142,10 +140,6 @@ class ReadBack:
             self._look_at_root()
             self._index.remove_set(set_id)  # it was evicted while it was read
             return 0
-        for part in self._written_since(files, set_id, {part: written_ns[part] for part in found}):
-            progress(len(parts))
-            self._lease.renew()
-            self._retract_erased(files, set_id, part, found[part])
         return taken
 
     def _gone(self, files: SegmentFiles, missed: set[tuple[bytes, Location]]) -> set[tuple[bytes, Location]]:
@@ -160,29 +154,6 @@ class ReadBack:
             for key, at in missed
             if files.age_s(at.set_id, at.part, now_s) >= SETTLED_S and judge(files, key, at) is RecordVerdict.OTHER
         }
-
-    def _written_since(self, files: SegmentFiles, set_id: int, written_ns: dict[int, int | None]) -> list[int]:
-        """Return the parts whose files were written since `written_ns`; where a node may not see that at once, those
-        written lately too."""
-        now_s = self._disk_s()
-        return [
-            part
-            for part, before_ns in written_ns.items()
-            if files.written_ns(set_id, part) != before_ns
-            or (self._may_be_away and files.age_s(set_id, part, now_s) < SETTLED_S)
-        ]
-
-    def _retract_erased(self, files: SegmentFiles, set_id: int, part: int, published: Sequence[NewRecord]) -> None:
-        """Retract records whose headers their writer blanked between our reading and publishing them. (A writer blanks
-        the record of a save that failed where the index does not have it.)"""
-        try:
-            segment = self._read_segment(files, set_id, part)
-        except (ConfigError, Corrupt, TierUnavailable):
-            return  # a load that meets one retracts it
-        still = {(record.key, record.location) for record in segment[1]} if segment else set()
-        for record in published:
-            if (record.key, record.location) not in still:
-                self.taken_out.gone += self._index.retract(record.key, record.location)
 
     def _check_held(self, lapses: int) -> None:
         if not self._lease.is_held_since(lapses):

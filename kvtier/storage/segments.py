@@ -245,12 +245,6 @@ class SegmentFiles:
         status = self._status(set_id, part)
         return 0.0 if status is None else now_s - status.st_mtime
 
-    def written_ns(self, set_id: int, part: int) -> int | None:
-        """Return the time at which the segment was last written, nanoseconds by the file system's clock; None when it
-        is gone."""
-        status = self._status(set_id, part)
-        return None if status is None else status.st_mtime_ns
-
     def file_bytes(self, set_id: int, part: int) -> int:
         """Return the length of the file; 0 when it is gone."""
         status = self._status(set_id, part)

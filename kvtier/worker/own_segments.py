@@ -17,6 +17,7 @@ from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
 from kvtier.format.geometry import Extent
 from kvtier.format.record import SegmentHeader, created_ms_of, part_of, parts_of, record_bytes, stripes_of
 from kvtier.index.base import UNOWNED, Location, slots_used
+from kvtier.maintenance.sweep_lease import SweepLease
 from kvtier.plan import SaveChunk, SavePlan
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.storage.open_segments import OpenSegment
@@ -109,7 +110,21 @@ class OwnSegments:
         return bool(self._unpublished)
 
     def erase_unpublished(self) -> None:
-        """Blank the headers of these records. What the storage refuses stays for the next call."""
+        """Blank the headers of these records. What the storage refuses stays for the next call; so does all while
+        another process sweeps or rebuilds, for it may have read the records and publish them."""
+        first = next(iter(self._unpublished), None)
+        if first is None:
+            return
+        owner = f"writer of {first[1]:016x}, rank {self._worker.share.rank}"
+        lease = SweepLease(self._worker.index, owner, self._worker.clock)
+        with suppress(IndexUnavailable):  # they stay for the next call
+            if lease.take():
+                try:
+                    self._erase_all()
+                finally:
+                    lease.release()
+
+    def _erase_all(self) -> None:
         records = []
         with suppress(IndexError):  # another thread may take them as well
             while True:

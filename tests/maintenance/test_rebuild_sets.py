@@ -6,14 +6,13 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kvtier import cli
 from kvtier.errors import IndexUnavailable, TierUnavailable
-from kvtier.index.base import Index, IndexCounts, Location, NewRecord, SetInfo
+from kvtier.index.base import Index, IndexCounts, Location, NewRecord
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.maintenance import rebuild as read_back
 from kvtier.maintenance.rebuild import ReadBack
@@ -291,26 +290,6 @@ def test_a_file_that_was_away_at_a_rebuild_is_read_back_by_a_sweep(
     now_s += ORPHAN_GRACE_S + CLOCK_TOLERANCE_S
     keeper.sweep()
     assert len(index.resolve(keys)) == 5
-    index.close()
-
-
-def test_a_record_erased_while_a_rebuild_reads_it_is_not_offered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its writer saw that the index does not have it, and blanked its header before the rebuild published it."""
-    paths, keys = lost(tmp_path)
-    index = opened(tmp_path)
-    create_set = index.create_set
-
-    def erase_first(info: SetInfo, records: Sequence[NewRecord] = ()) -> bool:
-        files = SegmentFiles(paths[0].parent, direct=False)
-        assert files.erase(info.set_id, 0, [4])
-        files.close()
-        return create_set(info, records)
-
-    monkeypatch.setattr(index, "create_set", erase_first)
-    assert Housekeeper(index, tmp_path / "v2", "me").rebuild() is not None
-    assert len(index.resolve(keys)) == 4
     index.close()
 
 

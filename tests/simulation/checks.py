@@ -53,7 +53,6 @@ class Checks:
         self._overlapping: set[bytes] = set()
         self._removing: dict[Process | None, int] = {}
         self._condemned: set[int] = set()
-        self._erased: dict[tuple[bytes, Location], float] = {}  # records published while their headers were blank: when
         self._read_in_part: set[int] = set()  # sets that a rebuild read while files of theirs were away
         place.index.on_publish = self.look_at_publish
         place.index.on_retract = self.look_at_retract
@@ -78,14 +77,7 @@ class Checks:
             place.published.add(record.key)
             if not from_files:
                 self._look_at_flush(record.location)
-            if from_files and self._is_blank(info.namespace, record.location):
-                self._erased.setdefault((record.key, record.location), place.runtime.now_s)
             self._look_at_record(info.namespace, record.key, record.location, may_be_gone=from_files)
-
-    def _is_blank(self, namespace: bytes, at: Location) -> bool:
-        """Return whether the writer erased the record. A rebuild that had read it before retracts it soon."""
-        record = _read(self._place.root.folder / namespace.hex() / segment_name(at.set_id, at.part), at)
-        return record is not None and not any(record[:PAGE_BYTES])
 
     def _look_at_flush(self, at: Location) -> None:
         """I1 for other nodes: they read zeros of what its writer did not flush."""
@@ -182,9 +174,6 @@ class Checks:
         if record is None:
             if not may_be_gone:
                 self._violate(f"a record was published in {path.name}, which is gone (I1)")
-            return
-        erased_s = self._erased.get((key, at))
-        if erased_s is not None and place.runtime.now_s - erased_s < READ_S and not any(record[:PAGE_BYTES]):
             return
         fault = self._fault_of(record, key, at)
         if fault is not None:

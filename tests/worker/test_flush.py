@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from kvtier.index.base import NewRecord
 from kvtier.index.memory import MemoryIndex
 from kvtier.io.ring import FlushOp, OpResult, WriteOp
+from kvtier.maintenance.sweep_lease import SweepLease
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveOutcome
 from kvtier.storage.filesystem import file_system_of
@@ -108,6 +110,23 @@ def test_what_a_rebuild_published_meanwhile_is_not_erased(engine: Engine) -> Non
     assert len(engine.store.lookup(engine.keys(TOKENS)) or ()) == 5
     again = Housekeeper(MemoryIndex(), engine.root / "v2", "third").rebuild()
     assert again is not None and again.records == 5, "their headers are whole"
+
+
+def test_nothing_is_erased_while_another_process_reads_files_back(engine: Engine) -> None:
+    """It would publish what it read before (seed 10357 of the simulation, recipe slow_disk)."""
+    watched = Watched(engine)
+    watched.faults.append(errno.EIO)
+    engine.save(TOKENS, BLOCKS)
+    segments, index = engine.transfers[0]._saver.writer.segments, engine.store._keeper.index
+    rebuild = SweepLease(index, "other", time.time)
+    assert rebuild.take()
+    segments.erase_unpublished()
+    assert segments.has_unpublished()
+    rebuild.release()
+    segments.erase_unpublished()
+    assert not segments.has_unpublished()
+    again = Housekeeper(MemoryIndex(), engine.root / "v2", "third").rebuild()
+    assert again is not None and again.records == 0
 
 
 @pytest.mark.parametrize("fdatasync", ["auto", "never"])
