@@ -235,10 +235,11 @@ class Checks:
                     yield "a queue is longer than it may be (I4)", str(len(jobs._queue))
 
     def look_at_budget(self, late_bytes: int) -> None:
-        """Segments never take more than the budget, but for `late_bytes`: what writes that outlived their deadline may
-        add to segments that were cut meanwhile, until the next sweep. (A namespace's file of a few hundred bytes is in
-        no budget.) Where files are away for a while, those of a removed set may come back after the note of it has
-        expired, or was lost with the index: the next sweep takes them in or removes them."""
+        """Segments never take more than the budget, but for `late_bytes`: what writes that outlived their deadline, or
+        their writer's lease, may add to segments that were cut meanwhile, until the next sweep measures them again. (A
+        namespace's file of a few hundred bytes is in no budget.) Where files are away for a while, those of a removed
+        set may come back after the note of it has expired, or was lost with the index: the next sweep takes them in or
+        removes them."""
         place = self._place
         known = {info.set_id for info in place.index.real.sets()}
         came_back = sum(
