@@ -7,6 +7,7 @@ KVTierError
 ├── IndexUnavailable   the index does not answer: costs hits, never correctness (I5)
 │   ├── IndexResting   nor is it asked, for a moment
 │   └── IndexRefused   it answers, but refuses this: it is full, read-only, or forbids it
+├── WeightsUnreadable  a weight file ends early, cannot be read, or was changed while it was read
 └── StaleLease         another owner has taken the lease under which something was to be removed
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 _SECRET_NAME = re.compile(r"(pas+(w(or)?d|phrase)?|pwd|secret|token|salts?)(\.\d+)*$", re.IGNORECASE)
 _SECRET_FILE_NAME = re.compile(r"(pas+(w(or)?d|phrase)?_file|token_file|key_file|tls_key)$", re.IGNORECASE)
@@ -84,3 +86,12 @@ class IndexRefused(IndexUnavailable):
 
 class StaleLease(KVTierError):
     """The caller's fencing token is outdated: it counted as dead, and another owner has taken the lease."""
+
+
+class WeightsUnreadable(KVTierError):
+    """A weight file ends early, cannot be read, or was changed while it was read. offset: in the file, if one is
+    concerned."""
+
+    def __init__(self, path: Path, offset: int | None, reason: str) -> None:
+        self.path, self.offset = path, offset
+        super().__init__(f"{path}{'' if offset is None else f' at byte {offset}'}: {reason}")

@@ -22,7 +22,7 @@ LAYERS = (
     ("benchmarks", "kvtier.cli"),
     ("kvtier.connectors", "kvtier.server"),
     ("kvtier.build", "kvtier.admin", "kvtier.doctor", "kvtier.planner"),
-    ("kvtier.scheduler", "kvtier.worker", "kvtier.maintenance"),
+    ("kvtier.scheduler", "kvtier.worker", "kvtier.maintenance", "kvtier.weights"),
     ("kvtier.arena", "kvtier.codecs", "kvtier.eviction", "kvtier.index", "kvtier.io", "kvtier.kernels", "kvtier.model")
     + ("kvtier.plan", "kvtier.storage"),
     ("kvtier._bootstrap", "kvtier.config", "kvtier.errors", "kvtier.format", "kvtier.runtime"),
@@ -47,7 +47,7 @@ NEVER_REACHES = {
     ),
 }
 USES_TORCH = ("benchmarks", "kvtier.connectors", "kvtier.build", "kvtier.worker", "kvtier.kernels", "kvtier.codecs")
-USES_TORCH += ("kvtier.arena.arena",)
+USES_TORCH += ("kvtier.arena.arena", "kvtier.weights")
 # benchmarks set that of the engines that they start
 READS_THE_ENVIRONMENT = ("kvtier.config.settings", "kvtier.connectors.vllm.plugin", "benchmarks")
 STARTS_THREADS = ("kvtier.runtime.threads", "benchmarks")

@@ -1,0 +1,1 @@
+"""Weights: plain safetensors files straight into tensors on host or device."""

@@ -1,0 +1,128 @@
+"""Reading byte ranges of files into tensors."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier.errors import WeightsUnreadable
+from kvtier.weights.copies import Copy, contiguous
+from kvtier.weights.reader import WeightReader
+
+SIZE = (5 << 20) + 12345
+
+
+@pytest.fixture(name="files")
+def _files(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / name for name in ("a", "b")]
+    for seed, path in enumerate(paths):
+        path.write_bytes(random.Random(seed).randbytes(SIZE))
+    return paths
+
+
+def rows_of(data: bytes, copy: Copy) -> list[bytes]:
+    starts = (copy.offset + row * copy.source_pitch for row in range(copy.rows))
+    return [data[start : start + copy.row_bytes] for start in starts]
+
+
+def expected(files: list[Path], copies: list[Copy], sizes: list[int]) -> list[bytes]:
+    targets = [bytearray(size) for size in sizes]
+    for copy in copies:
+        for row, content in enumerate(rows_of(files[copy.file].read_bytes(), copy)):
+            start = copy.target_offset + row * copy.target_pitch
+            targets[copy.target][start : start + copy.row_bytes] = content
+    return [bytes(target) for target in targets]
+
+
+CASES = {
+    "odd range": [contiguous(0, 4097, 3_000_001, 0, 13)],
+    "whole file": [contiguous(1, 0, SIZE, 0)],
+    "rows": [Copy(0, 8 + 3, 1000, 700, 2100, 0, 5, 900)],
+    "rows larger than a piece": [Copy(0, 1, 2, 2_400_000, 2_500_000, 0, 0, 2_400_000)],
+    "two files, two targets": [contiguous(0, 77, 1000, 1), contiguous(1, SIZE - 9, 9, 0, 1000)],
+    "same range twice": [contiguous(0, 5, 5000, 0), contiguous(0, 5, 5000, 1)],
+    "neighbours": [contiguous(0, 8 + 100 * k, 90, k % 2, 90 * k) for k in range(500)],
+}
+
+
+@pytest.mark.parametrize("copies", CASES.values(), ids=CASES)
+def test_bytes_land(files: list[Path], copies: list[Copy]) -> None:
+    targets = [torch.zeros(SIZE, dtype=torch.uint8) for _ in range(2)]
+    reader = WeightReader()
+    report = reader.read(files, copies, targets)
+    assert [bytes(target.numpy()) for target in targets] == expected(files, copies, [SIZE, SIZE])
+    assert report.bytes_landed == reader.bytes_landed == sum(copy.n_bytes for copy in copies)
+
+
+def test_a_strided_target_is_addressed_from_its_first_element(files: list[Path]) -> None:
+    whole = torch.zeros(64, 100, dtype=torch.int16)
+    part = whole[:, 10:40]
+    WeightReader().read(files, [Copy(0, 8, 64, 60, 120, 0, 0, 200)], [part])
+    raw = files[0].read_bytes()[8 : 8 + 64 * 120]
+    values = torch.frombuffer(bytearray(raw), dtype=torch.int16).view(64, 60)[:, :30]
+    assert torch.equal(part, values)
+    assert whole[:, :10].count_nonzero() == whole[:, 40:].count_nonzero() == 0
+
+
+def test_nothing_to_read(files: list[Path]) -> None:
+    assert WeightReader().read(files, [], []).bytes_landed == 0
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        contiguous(0, 0, 101, 0),
+        contiguous(0, 0, 51, 0, 50),
+        contiguous(0, -1, 10, 0),
+        contiguous(0, 0, 0, 0),
+        Copy(0, 0, 2, 10, 9, 0, 0, 10),
+        Copy(0, 0, 3, 10, 10, 0, 0, 46),
+    ],
+)
+def test_copies_that_do_not_fit_are_refused(files: list[Path], copy: Copy) -> None:
+    with pytest.raises(ValueError):
+        WeightReader().read(files, [copy], [torch.zeros(100, dtype=torch.uint8)])
+
+
+def test_a_file_that_ends_early_is_named_with_the_offset(files: list[Path]) -> None:
+    os.truncate(files[1], 10_000)
+    with pytest.raises(WeightsUnreadable) as caught:
+        WeightReader().read(files, [contiguous(1, 9_000, 2_000, 0)], [torch.zeros(2_000, dtype=torch.uint8)])
+    assert (caught.value.path, caught.value.offset) == (files[1], 10_000)
+
+
+def test_a_missing_file_is_named(files: list[Path]) -> None:
+    files[1].unlink()
+    with pytest.raises(WeightsUnreadable, match="b: it cannot be opened: No such file"):
+        WeightReader().read(files, [contiguous(0, 0, 10, 0)], [torch.zeros(10, dtype=torch.uint8)])
+
+
+def rewrite(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"other")
+    os.utime(path, ns=(1, 1))
+
+
+def replace(path: Path) -> None:
+    path.with_name("new").write_bytes(bytes(SIZE))
+    path.with_name("new").replace(path)
+
+
+@pytest.mark.parametrize("change", [rewrite, replace, Path.unlink])
+def test_a_file_that_is_changed_while_it_is_read_is_refused(
+    files: list[Path], change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    land = WeightReader._land
+
+    def changing(self: WeightReader, *rest: object) -> None:
+        land(self, *rest)  # type: ignore[arg-type]
+        change(files[0])
+
+    monkeypatch.setattr(WeightReader, "_land", changing)
+    with pytest.raises(WeightsUnreadable, match="a: the file was changed while it was read"):
+        WeightReader().read(files, [contiguous(0, 0, 10, 0)], [torch.zeros(10, dtype=torch.uint8)])
