@@ -1,50 +1,120 @@
-"""Headers of safetensors files.
+"""Headers of safetensors files, read strictly.
 
 A file begins with the length of its header (u64, little endian) and the header: JSON, name -> dtype, shape,
-data_offsets (https://github.com/huggingface/safetensors#format).
+data_offsets (https://github.com/huggingface/safetensors#format). The tensors' bytes follow without holes.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import struct
 from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
-from kvtier.errors import ConfigError
-from kvtier.model.config_json import KEY
+from kvtier.errors import Corrupt
 
 HEADER_BYTES_MAX = 100_000_000  # longest header that is read, bytes
-SIZE_MAX = 1 << 62  # offsets in a file, bytes
-# Exceptions of the two functions below for a malformed header.
-MALFORMED = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError, struct.error)
+SIZE_MAX = 1 << 63  # file sizes are smaller, bytes
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
+    "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+# bits of an element, as safetensors 0.8 has them; elements of less than a byte are packed
 
 
-def header_size(first_bytes: bytes) -> int:
-    """Return the length of the header, bytes. first_bytes: the first 8 of the file."""
+class TensorEntry(NamedTuple):
+    """One tensor: name of its dtype in the header, shape in elements, and bytes from `start` to `stop` in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def n_bytes(self) -> int:
+        return self.stop - self.start
+
+
+class Header(NamedTuple):
+    """Header of a file: offset of the tensors' bytes, and the tensors by name, in the order of their bytes."""
+
+    data_offset: int
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
+
+
+def header_size(first_bytes: bytes, file_bytes: int) -> int:
+    """Return the length of the header, bytes. first_bytes: the first 8 of a file of file_bytes. Raises Corrupt."""
+    if len(first_bytes) < 8:
+        raise Corrupt(f"a file of {len(first_bytes)} bytes")
     (n_bytes,) = struct.unpack("<Q", first_bytes)
-    if n_bytes > HEADER_BYTES_MAX:
-        raise ValueError(f"a header of {n_bytes} bytes")
+    if n_bytes > min(HEADER_BYTES_MAX, file_bytes - 8):
+        raise Corrupt(f"a header of {n_bytes} bytes in a file of {file_bytes}; {HEADER_BYTES_MAX} may be read")
     return int(n_bytes)
 
 
-def tensor_ranges(header: bytes) -> list[tuple[str, range]]:
-    """Return the name of each tensor and its bytes, counted from the end of the header."""
-    return [
-        (name, range(*map(int, tensor["data_offsets"])))
-        for name, tensor in json.loads(header).items()
-        if name != "__metadata__"
-    ]
+def parse_header(header: bytes, file_bytes: int | None) -> Header:
+    """Check a header without its length field. file_bytes: size of the file; None: not compared.
 
-
-def read_tensor_ranges(path: Path) -> list[tuple[str, range]]:
-    """Read the name and the bytes of each tensor in a safetensors file from its header. Raises ConfigError."""
+    Raises Corrupt with the tensor and the reason: the tensors' bytes must fill the file without overlaps and holes,
+    each as many as dtype and shape say; names must be unique.
+    """
     try:
-        with path.open("rb") as file:
-            size = header_size(file.read(8))
-            found = tensor_ranges(file.read(size))
-        for name, part in found:
-            if not 0 <= part.start <= part.stop < SIZE_MAX:
-                raise ValueError(f"tensor {name} is stored at {part.start} to {part.stop}")
-    except (*MALFORMED, OSError) as error:
-        raise ConfigError(KEY, str(path), f"it is no safetensors file ({error}); get it again") from None
-    return [(name, range(8 + size + part.start, 8 + size + part.stop)) for name, part in found]
+        table = json.loads(header.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        "".join(table).encode()  # half of a surrogate pair is no name
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"the header is not valid JSON: {error}") from None
+    if not isinstance(table, dict) or not header.startswith(b"{"):
+        raise Corrupt("the header is no JSON object")
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise Corrupt("__metadata__ is no object of strings")
+    begin = 8 + len(header)
+    entries = [(name, _entry(name, value, begin)) for name, value in table.items()]
+    entries.sort(key=lambda item: item[1][2:])
+    end = begin
+    for name, entry in entries:
+        if entry.start != end:
+            raise Corrupt(f"tensor {name} begins at byte {entry.start} of the file, the one before ends at {end}")
+        end = entry.stop
+    if file_bytes is not None and end != file_bytes:
+        raise Corrupt(f"the tensors end at byte {end}, the file has {file_bytes} bytes")
+    return Header(begin, dict(entries), metadata)
+
+
+def read_header(path: Path, *, is_whole: bool = True) -> Header:
+    """Read and check the header of a file; is_whole: also that the file holds all bytes. Raises Corrupt, OSError."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            return parse_header(file.read(header_size(file.read(8), size)), size if is_whole else None)
+        except Corrupt as error:
+            raise Corrupt(f"{path} is not a whole safetensors file: {error}; get it again") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a key stands twice")
+    return table
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"the number {name}")
+
+
+def _entry(name: str, value: object, begin: int) -> TensorEntry:
+    try:
+        dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]  # type: ignore[index]
+        bits = DTYPE_BITS[dtype]
+    except (TypeError, KeyError, ValueError, IndexError):
+        raise Corrupt(f"tensor {name}: no known dtype, shape and data_offsets") from None
+    if type(shape) is not list or any(type(n) is not int or not 0 <= n < SIZE_MAX for n in (*shape, start, stop)):
+        raise Corrupt(f"tensor {name}: shape or data_offsets are not sizes")
+    n_bits = math.prod(shape) * bits
+    if stop >= SIZE_MAX - begin or n_bits % 8 or stop - start != n_bits // 8:
+        raise Corrupt(f"tensor {name}: {stop - start} bytes for {dtype} {shape}")
+    return TensorEntry(dtype, tuple(shape), begin + start, begin + stop)

@@ -34,10 +34,10 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, Corrupt
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.namespace import canonical_text
-from kvtier.model.safetensors import MALFORMED, header_size, tensor_ranges
+from kvtier.model.safetensors import header_size, parse_header
 from kvtier.storage.atomic_files import replace_small
 
 log = logging.getLogger("kvtier")
@@ -279,16 +279,12 @@ def _header(file: _File, data: mmap.mmap) -> tuple[int, list[tuple[str, range]]]
     """Return the offset of the data, and each tensor's name and bytes in it, in order. Raises ConfigError for a
     malformed file."""
     try:
-        begin = 8 + header_size(data[:8])
-        if begin > len(data):
-            raise ValueError(f"a header of {begin - 8} bytes")
-        tensors = sorted(tensor_ranges(data[8:begin]), key=lambda tensor: (tensor[1].start, tensor[1].stop))
-        if any(not 0 <= part.start <= part.stop <= len(data) - begin for _, part in tensors):
-            raise ValueError("a tensor extends beyond the file")
-    except MALFORMED as error:
+        begin = 8 + header_size(data[:8], len(data))
+        found = parse_header(data[8:begin], len(data))
+    except Corrupt as error:
         fix = f"{file.path} is not a whole safetensors file: {error}; get it again"
         raise ConfigError("model_tag", None, fix) from None
-    return begin, tensors
+    return begin, [(name, range(entry.start - begin, entry.stop - begin)) for name, entry in found.tensors.items()]
 
 
 def _add(digest: blake3, name: str, content: bytes) -> None:

@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, Corrupt
 from kvtier.model.config_json import ELEMENT_BYTES, KEY, ModelConfig
-from kvtier.model.safetensors import read_tensor_ranges
+from kvtier.model.safetensors import read_header
 from kvtier.planner.model_parameters import end_parameters, total_parameters
 
 INDEX = "model.safetensors.index.json"
@@ -68,11 +68,15 @@ def _files(folder: Path, index: dict[str, Any]) -> list[Path]:
 
 def _tensor_bytes(path: Path, layers: int) -> int:
     """Sum the tensors that an engine loads: those of layers past the last are for drafts (DeepSeek's MTP)."""
+    try:
+        tensors = read_header(path, is_whole=False).tensors  # the header is enough to plan with
+    except (Corrupt, OSError) as error:
+        raise ConfigError(KEY, str(path), f"it is no safetensors file ({error}); get it again") from None
     total = 0
-    for name, part in read_tensor_ranges(path):
+    for name, tensor in tensors.items():
         layer = _LAYER.search(name)
         if layer is None or int(layer[1]) < layers:
-            total += len(part)
+            total += tensor.n_bytes
     return total
 
 
