@@ -153,7 +153,7 @@ class _Run:
             fastest = max(self._rates, key=self._rates.__getitem__)
             why = f"the fastest of {len(self._rates)} tried"
             if choice != fastest:
-                why = f"more usual than {why} ({fastest}), and about as fast"
+                why = f"preferred to {why} ({fastest})"
             self.reasons.append(f"{choice} is {why}")
         else:
             self.reasons.append(f"{choice} is the default: {self.reasons[-1] if self.reasons else 'nothing was tried'}")

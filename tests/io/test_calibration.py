@@ -42,8 +42,9 @@ KVIKIO = EngineChoice("kvikio", 8, MIB)
         ({SMALL: 48.6e9, LARGE: 50e9}, SMALL),  # within 3 %: what holds less memory
         ({SMALL: 48.4e9, LARGE: 50e9}, LARGE),
         ({USUAL: 40e9, SMALL: 48.6e9, LARGE: 50e9}, SMALL),
-        ({KVIKIO: 50e9, LARGE: 48.6e9}, LARGE),  # and the ring before KvikIO, whatever it holds
-        ({KVIKIO: 50e9, LARGE: 48.4e9}, KVIKIO),
+        ({KVIKIO: 50e9, LARGE: 37.6e9}, LARGE),  # the ring before KvikIO, down to 75 %
+        ({KVIKIO: 50e9, USUAL: 37.6e9, LARGE: 49e9}, LARGE),  # and then only rings are compared
+        ({KVIKIO: 50e9, LARGE: 37.4e9}, KVIKIO),
     ],
 )
 def test_which_of_the_rates_is_picked(rates: dict[EngineChoice, float], picked: EngineChoice) -> None:
