@@ -1,4 +1,5 @@
-"""Native library, loaded with ctypes, and its checksum functions. `ring.py` and `cuda.py` call the others.
+"""Native library, loaded with ctypes, and its checksum functions. `ring.py`, `ranges.py` and `cuda.py` call the
+others.
 
 `_native.abi3.so` is built from `native/*.cpp` when the package is installed, beside this file.
 """
@@ -49,6 +50,23 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("kvtier_batch_cancel", None, [handle]),
         ("kvtier_batch_results", c.c_int, [handle, c.c_void_p, c.c_void_p, c.c_void_p]),
         ("kvtier_batch_free", None, [handle]),
+        ("kvtier_slots_open", c.c_int, [c.c_void_p, c.POINTER(handle), c.c_char_p, c.c_size_t]),
+        ("kvtier_slots_free", None, [handle]),
+        (
+            "kvtier_range_start",
+            c.c_int,
+            [handle, *[c.c_void_p, c.c_size_t] * 3, c.POINTER(handle), c.c_char_p, c.c_size_t],
+        ),
+        ("kvtier_range_wait", c.c_int, [handle, c.c_int64]),
+        ("kvtier_range_cancel", None, [handle]),
+        ("kvtier_range_progress", None, [handle, c.POINTER(c.c_uint64), c.POINTER(c.c_uint64)]),
+        (
+            "kvtier_range_failure",
+            c.c_int,
+            [handle, c.POINTER(c.c_uint32), c.POINTER(c.c_uint64), c.c_char_p, c.c_size_t],
+        ),
+        ("kvtier_range_free", None, [handle]),
+        ("kvtier_resident_bytes", c.c_int64, [c.c_int]),
         ("kvtier_cuda_load", None, [c.c_char_p]),
         ("kvtier_cuda_version", c.c_int, [c.POINTER(c.c_int), c.c_char_p, c.c_size_t]),
         ("kvtier_cuda_relax_thread", c.c_int, [c.c_char_p, c.c_size_t]),

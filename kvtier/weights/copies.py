@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
+
+import numpy as np
+import numpy.typing as npt
+
+Table = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +35,9 @@ class Copy:
         """Return the bytes that land."""
         return self.rows * self.row_bytes
 
-    @property
-    def source_end(self) -> int:
-        """Return the offset in the file behind the last row's last byte."""
-        return _end(self.offset, self.rows, self.row_bytes, self.source_pitch)
 
-    @property
-    def target_end(self) -> int:
-        """Return the offset in the target behind the last row's last byte."""
-        return _end(self.target_offset, self.rows, self.row_bytes, self.target_pitch)
-
-    def check(self, target_bytes: int) -> None:
-        """Raise ValueError for a copy without bytes, with overlapping rows or past a target of `target_bytes`."""
-        if self.rows < 1 or self.row_bytes < 1 or min(self.offset, self.target_offset) < 0:
-            raise ValueError(f"a copy without bytes or before the beginning: {self}")
-        if self.rows > 1 and min(self.source_pitch, self.target_pitch) < self.row_bytes:
-            raise ValueError(f"a copy whose rows overlap: {self}")
-        if self.target_end > target_bytes:
-            raise ValueError(f"a copy past the end of its target of {target_bytes} bytes: {self}")
+FIELDS = tuple(field.name for field in fields(Copy))
+FILE, OFFSET, ROWS, ROW_BYTES, SOURCE_PITCH, TARGET, TARGET_OFFSET, TARGET_PITCH = range(len(FIELDS))
 
 
 def contiguous(file: int, offset: int, n_bytes: int, target: int, target_offset: int = 0) -> Copy:
@@ -53,5 +45,29 @@ def contiguous(file: int, offset: int, n_bytes: int, target: int, target_offset:
     return Copy(file, offset, 1, n_bytes, n_bytes, target, target_offset, n_bytes)
 
 
-def _end(offset: int, rows: int, row_bytes: int, pitch: int) -> int:
-    return offset + (rows - 1) * pitch + row_bytes
+def pack(copies: Sequence[Copy]) -> Table:
+    """Return copies as an array, a row each, with the fields of `Copy` in order. Raises OverflowError beyond 2^63."""
+    return np.array(list(map(attrgetter(*FIELDS), copies)), np.int64).reshape(-1, len(FIELDS))
+
+
+def check(table: Table, n_files: int, target_bytes: npt.NDArray[np.int64]) -> None:
+    """Raise ValueError with the first copy that has no bytes or rows that overlap, or does not fit its target.
+
+    target_bytes: size of each target.
+    """
+    if not len(table):
+        return
+    column = table.T
+    pitches = np.minimum(column[SOURCE_PITCH], column[TARGET_PITCH])
+    bad = (column[ROWS] < 1) | (column[ROW_BYTES] < 1) | (column[OFFSET] < 0) | (column[TARGET_OFFSET] < 0)
+    bad |= (column[ROWS] > 1) & (pitches < column[ROW_BYTES])
+    bad |= (column[FILE] < 0) | (column[FILE] >= n_files)
+    bad |= (column[TARGET] < 0) | (column[TARGET] >= len(target_bytes))
+    if not bad.any():
+        # In floats, as the products may overflow; sizes of tensors are exact in them.
+        span = (column[ROWS] - 1) * column[TARGET_PITCH].astype(np.float64) + column[ROW_BYTES]
+        bad = column[TARGET_OFFSET] + span > target_bytes[column[TARGET]]
+    if bad.any():
+        raise ValueError(
+            f"a copy that is empty, overlaps itself or exceeds its target: {Copy(*table[bad][0].tolist())}"
+        )

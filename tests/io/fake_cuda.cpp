@@ -342,6 +342,42 @@ EXPORT int cuMemcpyHtoDAsync_v2(uint64_t target, const void* source, size_t byte
   return 0;
 }
 
+// CUDA_MEMCPY2D; only what goes from host to device.
+struct Rows {
+  size_t source_x, source_y;
+  unsigned source_type;
+  uintptr_t source_host;
+  uint64_t source_device;
+  void* source_array;
+  size_t source_pitch;
+  size_t target_x, target_y;
+  unsigned target_type;
+  void* target_host;
+  uint64_t target_device;
+  void* target_array;
+  size_t target_pitch;
+  size_t width, height;
+};
+
+EXPORT int cuMemcpy2DAsync_v2(const Rows* given, Stream* stream) {
+  BEGIN("cuMemcpy2DAsync");
+  if (current() == nullptr) return kInvalidContext;
+  const Rows rows = *given;
+  if (rows.source_type != 1 || rows.target_type != 2 || rows.width == 0 || rows.height == 0 ||
+      rows.source_pitch < rows.width || rows.target_pitch < rows.width || rows.source_x + rows.source_y != 0 ||
+      rows.target_x + rows.target_y != 0)
+    return kInvalidValue;
+  if (!is_registered(rows.source_host, (rows.height - 1) * rows.source_pitch + rows.width)) w.faults++;
+  for (size_t row = 0; row < rows.height; row++) {
+    const uintptr_t start = rows.source_host + row * rows.source_pitch;
+    const uint64_t target = rows.target_device + row * rows.target_pitch;
+    w.copying.emplace_back(start, start + rows.width);
+    stream->work.push_back({[target, start, bytes = rows.width] { copy(target, start, bytes); }});
+  }
+  w.changed.notify_all();
+  return 0;
+}
+
 EXPORT int cuMemHostRegister_v2(void* address, size_t bytes, unsigned flags) {
   BEGIN_UNSAFE("cuMemHostRegister");
   if (current() == nullptr) return kInvalidContext;

@@ -74,3 +74,6 @@ void neighbours_race(Engine& engine, uint32_t flags);
 
 // In native_device_test.cpp; `driver`: the double of CUDA's driver.
 void device_stage_is_clean(const std::string& driver);
+
+// In native_ranges_test.cpp.
+void range_reads_are_clean(const std::string& driver);

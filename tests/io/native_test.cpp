@@ -140,6 +140,7 @@ int main(int argc, char** argv) {
   neighbours_from_many_threads();
   neighbours_are_read_together();
   device_stage_is_clean(argv[2]);
+  range_reads_are_clean(argv[2]);
   std::puts("passed");
   return 0;
 }

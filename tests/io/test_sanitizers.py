@@ -20,12 +20,15 @@ SOURCES = [
     "engine.cpp",
     "neighbours.cpp",
     "pinned.cpp",
+    "range_job.cpp",
+    "range_plan.cpp",
     "transfer.cpp",
 ]
 TESTS = [
     "native_test.cpp",
     "native_neighbours_test.cpp",
     "native_device_test.cpp",
+    "native_ranges_test.cpp",
 ]
 HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)

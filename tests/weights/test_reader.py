@@ -6,11 +6,13 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvtier.errors import WeightsUnreadable
+from kvtier.io.ranges import RangeReader
 from kvtier.weights.copies import Copy, contiguous
 from kvtier.weights.reader import WeightReader
 
@@ -44,6 +46,7 @@ CASES = {
     "whole file": [contiguous(1, 0, SIZE, 0)],
     "rows": [Copy(0, 8 + 3, 1000, 700, 2100, 0, 5, 900)],
     "rows larger than a piece": [Copy(0, 1, 2, 2_400_000, 2_500_000, 0, 0, 2_400_000)],
+    "rows far apart": [Copy(0, 99, 5, 3000, 1_000_003, 0, 1, 3001), contiguous(0, 0, SIZE, 1)],
     "two files, two targets": [contiguous(0, 77, 1000, 1), contiguous(1, SIZE - 9, 9, 0, 1000)],
     "same range twice": [contiguous(0, 5, 5000, 0), contiguous(0, 5, 5000, 1)],
     "neighbours": [contiguous(0, 8 + 100 * k, 90, k % 2, 90 * k) for k in range(500)],
@@ -53,10 +56,9 @@ CASES = {
 @pytest.mark.parametrize("copies", CASES.values(), ids=CASES)
 def test_bytes_land(files: list[Path], copies: list[Copy]) -> None:
     targets = [torch.zeros(SIZE, dtype=torch.uint8) for _ in range(2)]
-    reader = WeightReader()
-    report = reader.read(files, copies, targets)
+    report = WeightReader().read(files, copies, targets)
     assert [bytes(target.numpy()) for target in targets] == expected(files, copies, [SIZE, SIZE])
-    assert report.bytes_landed == reader.bytes_landed == sum(copy.n_bytes for copy in copies)
+    assert report.bytes_landed == sum(copy.n_bytes for copy in copies)
 
 
 def test_a_strided_target_is_addressed_from_its_first_element(files: list[Path]) -> None:
@@ -71,6 +73,7 @@ def test_a_strided_target_is_addressed_from_its_first_element(files: list[Path])
 
 def test_nothing_to_read(files: list[Path]) -> None:
     assert WeightReader().read(files, [], []).bytes_landed == 0
+    assert WeightReader().read([], [], []).bytes_read == 0
 
 
 @pytest.mark.parametrize(
@@ -117,12 +120,13 @@ def replace(path: Path) -> None:
 def test_a_file_that_is_changed_while_it_is_read_is_refused(
     files: list[Path], change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    land = WeightReader._land
+    read = RangeReader.read
 
-    def changing(self: WeightReader, *rest: object) -> None:
-        land(self, *rest)  # type: ignore[arg-type]
+    def changing(self: RangeReader, *rest: Any, **more: Any) -> object:
+        result = read(self, *rest, **more)
         change(files[0])
+        return result
 
-    monkeypatch.setattr(WeightReader, "_land", changing)
+    monkeypatch.setattr(RangeReader, "read", changing)
     with pytest.raises(WeightsUnreadable, match="a: the file was changed while it was read"):
         WeightReader().read(files, [contiguous(0, 0, 10, 0)], [torch.zeros(10, dtype=torch.uint8)])

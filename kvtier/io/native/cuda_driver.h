@@ -16,6 +16,25 @@ constexpr unsigned kCudaNonBlockingStream = 1;
 constexpr unsigned kCudaPortableMemory = 1;
 constexpr unsigned kCudaBlockingSync = 1, kCudaNoTiming = 2;  // of an event
 constexpr int kCudaRelaxedCapture = 2;
+constexpr unsigned kCudaHostMemory = 1, kCudaDeviceMemory = 2;
+
+// CUDA_MEMCPY2D.
+struct CuMemcpy2D {
+  size_t source_x, source_y;
+  unsigned source_type;
+  const void* source_host;
+  uint64_t source_device;
+  void* source_array;
+  size_t source_pitch;
+  size_t target_x, target_y;
+  unsigned target_type;
+  void* target_host;
+  uint64_t target_device;
+  void* target_array;
+  size_t target_pitch;
+  size_t width_bytes, height;
+};
+static_assert(sizeof(CuMemcpy2D) == 128, "the layout is CUDA's");
 
 // Functions used: name, suffix of the symbol, parameters. Each returns 0 or a CUresult.
 #define KVTIER_CUDA_FUNCTIONS(FUNCTION)                                                                    \
@@ -38,6 +57,7 @@ constexpr int kCudaRelaxedCapture = 2;
   FUNCTION(cuEventSynchronize, "", (CuEvent event))                                                        \
   FUNCTION(cuEventDestroy, "_v2", (CuEvent event))                                                         \
   FUNCTION(cuMemcpyHtoDAsync, "_v2", (uint64_t target, const void* source, size_t bytes, CuStream stream)) \
+  FUNCTION(cuMemcpy2DAsync, "_v2", (const CuMemcpy2D* rows, CuStream stream))                              \
   FUNCTION(cuMemHostRegister, "_v2", (void* address, size_t bytes, unsigned flags))                        \
   FUNCTION(cuMemHostUnregister, "", (void* address))
 

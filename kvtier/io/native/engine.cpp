@@ -1,13 +1,12 @@
 #include "engine.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <system_error>
 #include <thread>
+
+#include "worker_thread.h"
 
 namespace kvtier {
 namespace {
@@ -17,13 +16,6 @@ constexpr uint32_t kReadsPerWrite = 8;
 
 // Batches searched for neighbours of a read: loads submit one batch a chunk, and those of several requests mix.
 constexpr size_t kLookAhead = 32;
-
-void become_worker() {
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, nullptr);  // the application's own threads handle signals
-  pthread_setname_np(pthread_self(), "kvtier-io");
-}
 
 bool is_any_bad(const Batch& batch, const Op& op) {
   for (uint32_t slab = 0; slab < op.spec.n_slabs; slab++)

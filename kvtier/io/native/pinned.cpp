@@ -49,6 +49,7 @@ PinnedBuffer::PinnedBuffer(std::shared_ptr<PrimaryContext> context, size_t bytes
   data_ = reinterpret_cast<uint8_t*>((base + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes);
   madvise(data_, bytes, MADV_HUGEPAGE);
   std::memset(data_, 0, bytes);
+  if (!context) return;
   try {
     range_ = std::make_unique<PinnedRange>(std::move(context), data_, bytes);
   } catch (...) {
@@ -59,11 +60,11 @@ PinnedBuffer::PinnedBuffer(std::shared_ptr<PrimaryContext> context, size_t bytes
 
 PinnedBuffer::~PinnedBuffer() {
   if (abandoned_) {
-    range_->abandon();
+    if (range_) range_->abandon();
     return;
   }
   try {
-    range_->release();
+    if (range_) range_->release();
   } catch (const CudaFailed&) {
     return;  // still registered: freed pages could be reused while the device reads them
   }

@@ -36,7 +36,7 @@ class PinnedRange {
 // Registered memory: one anonymous mapping, huge pages advised, touched.
 class PinnedBuffer {
  public:
-  // Throws CudaFailed, or std::system_error without memory.
+  // Without a context the memory is not registered. Throws CudaFailed, or std::system_error without memory.
   PinnedBuffer(std::shared_ptr<PrimaryContext> context, size_t bytes);
   ~PinnedBuffer();
   PinnedBuffer(const PinnedBuffer&) = delete;

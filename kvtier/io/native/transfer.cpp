@@ -23,17 +23,33 @@ std::atomic<uint64_t> n_reads{0};
 }  // namespace
 
 int read_fully(int fd, uint8_t* target, size_t bytes, int64_t offset) {
+  return read_at_least(fd, target, bytes, bytes, offset).error;
+}
+
+ReadResult read_at_least(int fd, uint8_t* target, size_t needed, size_t bytes, int64_t offset) {
   size_t done = 0, reached = 0;
-  while (reached < bytes) {
+  while (reached < needed) {
     n_reads.fetch_add(1, std::memory_order_relaxed);
     const ssize_t n = pread(fd, target + done, bytes - done, offset + static_cast<int64_t>(done));
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return errno;
-    if (done + static_cast<size_t>(n) <= reached) return ENODATA;  // no new byte: the end of the file
+    if (n < 0) return {errno, reached};
+    if (done + static_cast<size_t>(n) <= reached) return {ENODATA, reached};  // no new byte: the end of the file
     reached = done + static_cast<size_t>(n);
     done = whole_pages(reached);
   }
-  return 0;
+  return {0, reached};
+}
+
+int64_t resident_bytes(int fd) {
+  struct {
+    uint64_t offset, length;
+  } whole{};
+  struct {
+    uint64_t cached, dirty, writeback, evicted, recently_evicted;
+  } pages{};
+  constexpr long kCachestat = 451;  // on all architectures; headers may be older
+  if (syscall(kCachestat, fd, &whole, &pages, 0) != 0) return -1;
+  return static_cast<int64_t>(pages.cached) * sysconf(_SC_PAGESIZE);
 }
 
 int64_t read_once(int fd, const iovec* parts, size_t n_parts, int64_t offset) {

@@ -11,6 +11,17 @@ namespace kvtier {
 // Reads all bytes. Returns 0, ENODATA when the file ends before, or an errno.
 int read_fully(int fd, uint8_t* target, size_t bytes, int64_t offset);
 
+struct ReadResult {
+  int error;     // 0, ENODATA when the file ends before the needed bytes, or an errno
+  size_t bytes;  // read
+};
+
+// Reads `needed` bytes or more, up to `bytes`: a direct read asks for whole pages also where the file ends in one.
+ReadResult read_at_least(int fd, uint8_t* target, size_t needed, size_t bytes, int64_t offset);
+
+// Bytes of a file in the page cache (cachestat, Linux 6.5), or -1 if that cannot be found out.
+int64_t resident_bytes(int fd);
+
 // Calls preadv once and returns the number of bytes read, also 0 after an error.
 int64_t read_once(int fd, const iovec* parts, size_t n_parts, int64_t offset);
 

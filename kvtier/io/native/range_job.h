@@ -1,0 +1,104 @@
+// Range read: threads that read the pieces of a plan into slots and move their bytes to host or device memory.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "checksum.h"
+#include "pinned.h"
+#include "range_plan.h"
+
+namespace kvtier {
+
+// Layout of the C interface.
+struct RangeOptions {
+  uint32_t threads;
+  uint32_t slots;  // buffers a thread, of a piece each
+  uint64_t piece_bytes;
+  uint64_t block_bytes;         // that one checksum covers
+  int32_t device_ordinal = -1;  // -1: no target is on a device, and CUDA is not loaded
+  uint32_t unused = 0;
+
+  bool has_device() const { return device_ordinal >= 0; }
+};
+static_assert(sizeof(RangeOptions) == 32, "the layout is part of the C interface");
+
+struct RangeTarget {
+  uint64_t address;  // 0: the bytes are read, and given to no target
+  uint64_t on_device;
+};
+static_assert(sizeof(RangeTarget) == 16, "the layout is part of the C interface");
+
+// Buffers of the threads, kept from one read to the next. A slot is allocated and pinned by its thread when it needs
+// it, while other threads read: pinning 128 MiB at once would be a sixth of the time of 16 GB.
+struct RangeSlots {
+  explicit RangeSlots(const RangeOptions& options);
+
+  const RangeOptions options;
+  std::shared_ptr<PrimaryContext> context;                           // null without a device
+  std::vector<std::vector<std::unique_ptr<PinnedBuffer>>> of_threads;
+};
+
+// First failure of a read.
+struct RangeFailure {
+  int error = 0;  // errno; ENODATA: the file ends at `offset`; EREMOTEIO: CUDA's error is in `message`
+  uint32_t file = 0;
+  uint64_t offset = 0;
+  std::string message;
+};
+
+// One read. Owns copies of the file descriptors, so that a thread that hangs in the kernel does no harm later. Memory of
+// the targets belongs to the caller and must stay until done() or until cancel() has returned.
+class RangeJob : public std::enable_shared_from_this<RangeJob> {
+ public:
+  // Throws std::system_error, CudaFailed.
+  RangeJob(std::shared_ptr<RangeSlots> slots, RangePlan plan, std::vector<RangeTarget> targets);
+  ~RangeJob();
+  RangeJob(const RangeJob&) = delete;
+  RangeJob& operator=(const RangeJob&) = delete;
+
+  void start();  // throws std::system_error when threads cannot be started
+
+  bool wait(std::chrono::nanoseconds timeout);  // true: all threads have ended
+
+  // Reads no further piece. When it returns, no byte will land any more: what a hanging thread reads later is dropped.
+  void cancel();
+
+  uint64_t bytes_landed() const { return landed_.load(std::memory_order_relaxed); }
+  uint64_t bytes_read() const { return read_.load(std::memory_order_relaxed); }
+  RangeFailure failure();
+
+ private:
+  struct Stage;
+
+  void work(uint32_t thread);
+  void move_pieces(Stage& stage);
+  bool read(const RangePiece& piece, uint8_t* slot);
+  void sum(const RangePiece& piece, uint8_t* slot) const;
+  uint64_t land(const std::vector<Part>& parts, const uint8_t* slot, Stage& stage);
+  bool begin_landing();
+  void end_landing(uint64_t bytes);
+  void fail(RangeFailure failure);
+  void thread_ended();
+
+  const std::shared_ptr<RangeSlots> slots_;
+  const RangePlan plan_;
+  const std::vector<RangeTarget> targets_;
+  const SumFunction sum_;
+  const uint64_t seed_;
+  std::vector<int> fds_;
+  std::atomic<size_t> next_{0};
+  std::atomic<uint64_t> landed_{0}, read_{0};
+  std::atomic<bool> stop_{false};  // no further piece is read
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  uint32_t threads_alive_ = 0, landing_ = 0;  // landing_: pieces whose bytes are being moved
+  bool cancelled_ = false;
+  RangeFailure failure_;
+};
+
+}  // namespace kvtier

@@ -1,0 +1,168 @@
+"""Range reads: native threads that move byte ranges of files to host and device memory, through slots of their own.
+
+Of a read: files as an array of FILE, targets of TARGET, copies as int64 rows in the order of `weights.copies.Copy`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import TierUnavailable
+from kvtier.io.native import Message, library, quick
+
+# H200, PCIe Gen5, tmpfs: 51 GB/s with 16 threads x 2 slots of 4 MiB; as small a ring stays in the last-level cache.
+THREADS, SLOTS, PIECE_BYTES = 16, 2, 4 << 20
+# Bytes of a file that one checksum covers: `slab_checksum` under `slab_seed(b"kvtier weights\0\0", 0, 0)`, the last
+# block padded with zeros to whole pairs.
+BLOCK_BYTES = 1 << 20
+FILE = np.dtype([("fd", "<i8"), ("size", "<i8"), ("sums", "<u8")])  # sums: address of one u64 a block, or 0
+TARGET = np.dtype([("address", "<u8"), ("on_device", "<u8")])  # bytes of address 0 are read and dropped
+COPY_FIELDS = 8
+
+_OPTIONS = struct.Struct("=IIQQiI")
+_WAIT_NS = 50_000_000  # between calls of `progress`, nanoseconds
+
+
+@dataclass(frozen=True, slots=True)
+class RangeFailure:
+    """First failure of a read, in file number `file`. error: errno; ENODATA: the file ends at byte `offset`.
+
+    ETIMEDOUT: no byte came for the time given. EREMOTEIO: CUDA failed, see `message`.
+    """
+
+    error: int
+    file: int
+    offset: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RangeResult:
+    """Bytes that landed in targets, and bytes of files that were read for them."""
+
+    bytes_landed: int
+    bytes_read: int
+    failure: RangeFailure | None
+
+
+class RangeReader:
+    """Threads and slots for reads, one at a time. Slots are allocated, and pinned for a device, when first needed.
+
+    device_ordinal: CUDA device of the targets with `on_device`; None: there are none, and CUDA is not loaded.
+    Raises TierUnavailable with CUDA's error when the device cannot be used.
+    """
+
+    def __init__(
+        self,
+        device_ordinal: int | None = None,
+        *,
+        threads: int = THREADS,
+        slots: int = SLOTS,
+        piece_bytes: int = PIECE_BYTES,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        self.device_ordinal = device_ordinal
+        self._handle: ctypes.c_void_p | None = None
+        ordinal = -1 if device_ordinal is None else device_ordinal
+        self._options = _OPTIONS.pack(threads, slots, piece_bytes, block_bytes, ordinal, 0)
+        self._pid = os.getpid()
+        self._open()
+
+    def _open(self) -> None:
+        handle, message = ctypes.c_void_p(), Message()
+        error = library.kvtier_slots_open(self._options, ctypes.byref(handle), *message.room)
+        if error == errno.EINVAL:
+            raise ValueError(f"range reads with {_OPTIONS.unpack(self._options)}")
+        if error:
+            raise TierUnavailable(f"CUDA device {self.device_ordinal} cannot be used for I/O: {message.of(error)}")
+        self._handle = handle
+
+    def read(
+        self,
+        files: npt.NDArray[np.void],
+        copies: npt.NDArray[np.int64],
+        targets: npt.NDArray[np.void],
+        *,
+        stall_s: float = 120.0,
+        progress: Callable[[int], object] | None = None,
+    ) -> RangeResult:
+        """Return when the last byte has landed, or no byte will land any more after a failure.
+
+        stall_s: longest time without any new byte, seconds. progress: is called with the bytes landed so far, about
+        20 times a second. The caller has checked that copies fit their targets. An exception, such as
+        KeyboardInterrupt, stops the read first.
+        """
+        if copies.dtype != np.int64 or copies.shape != (len(copies), COPY_FIELDS) or not copies.flags.c_contiguous:
+            raise ValueError(f"copies are an int64 array of {copies.shape}")
+        job, message = ctypes.c_void_p(), Message()
+        arrays = [part for array in (files, copies, targets) for part in (array.ctypes.data, len(array))]
+        error = library.kvtier_range_start(self._handle, *arrays, ctypes.byref(job), *message.room)
+        if error == errno.EINVAL:
+            raise ValueError("a copy is out of range")
+        if error:
+            raise TierUnavailable(f"weights cannot be read: {message.of(error)}")
+        try:
+            failure = self._wait(job, stall_s, progress)
+            landed, read = _progress(job)
+            return RangeResult(landed, read, failure)
+        finally:
+            library.kvtier_range_cancel(job)
+            if not library.kvtier_range_wait(job, _WAIT_NS):
+                self.close()  # a thread that hangs keeps the slots, so the next read takes others
+                self._open()
+            library.kvtier_range_free(job)
+
+    def _wait(
+        self, job: ctypes.c_void_p, stall_s: float, progress: Callable[[int], object] | None
+    ) -> RangeFailure | None:
+        last, last_s = 0, time.monotonic()
+        while not library.kvtier_range_wait(job, _WAIT_NS):
+            moved = sum(_progress(job))
+            if moved != last:
+                last, last_s = moved, time.monotonic()
+            if time.monotonic() - last_s > stall_s:
+                return RangeFailure(errno.ETIMEDOUT, 0, 0, "")
+            if progress is not None:
+                progress(_progress(job)[0])
+        file, offset, message = ctypes.c_uint32(), ctypes.c_uint64(), Message()
+        error = library.kvtier_range_failure(job, ctypes.byref(file), ctypes.byref(offset), *message.room)
+        return RangeFailure(error, file.value, offset.value, message.of(error)) if error else None
+
+    def close(self) -> None:
+        """Free the slots."""
+        handle, self._handle = self._handle, None
+        if handle is not None and self._pid == os.getpid():
+            library.kvtier_slots_free(handle)
+
+    def __enter__(self) -> RangeReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def resident_share(fd: int, file_bytes: int) -> float | None:
+    """Return the share of a file that is in the page cache, or None where the kernel (before 6.5) does not say."""
+    resident = quick.kvtier_resident_bytes(fd)
+    return None if resident < 0 else min(1.0, resident / max(1, file_bytes))
+
+
+def _progress(job: ctypes.c_void_p) -> tuple[int, int]:
+    landed, read = ctypes.c_uint64(), ctypes.c_uint64()
+    quick.kvtier_range_progress(job, ctypes.byref(landed), ctypes.byref(read))
+    return landed.value, read.value
