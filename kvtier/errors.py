@@ -4,6 +4,7 @@ KVTierError
 ├── ConfigError        a setting or the place it names is wrong: start-up stops (I8)
 ├── TierUnavailable    the storage refuses work for now: full, read-only, hung
 ├── Corrupt            bytes are not what their header or checksum promises
+│   └── WeightsDamaged those of a weight file
 ├── IndexUnavailable   the index does not answer: costs hits, never correctness (I5)
 │   ├── IndexResting   nor is it asked, for a moment
 │   └── IndexRefused   it answers, but refuses this: it is full, read-only, or forbids it
@@ -14,7 +15,7 @@ KVTierError
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _SECRET_NAME = re.compile(r"(pas+(w(or)?d|phrase)?|pwd|secret|token|salts?)(\.\d+)*$", re.IGNORECASE)
@@ -95,3 +96,19 @@ class WeightsUnreadable(KVTierError):
     def __init__(self, path: Path, offset: int | None, reason: str) -> None:
         self.path, self.offset = path, offset
         super().__init__(f"{path}{'' if offset is None else f' at byte {offset}'}: {reason}")
+
+
+class WeightsDamaged(Corrupt):
+    """A block of a weight file has not the checksum of the manifest. offset: of the block, in the file.
+
+    tensors: names of those that have bytes in the block; none where the block only holds the header.
+    """
+
+    def __init__(self, path: Path, offset: int, tensors: Sequence[str]) -> None:
+        self.path, self.offset, self.tensors = path, offset, tuple(tensors)
+        named = ", ".join(self.tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
+        where = f"in tensor {named}" if named else "in the header"
+        super().__init__(
+            f"{path} at byte {offset}: bytes {where} differ from the manifest; get the file again, or, if it was "
+            "changed on purpose, run `kvtier weights verify FOLDER --write`"
+        )

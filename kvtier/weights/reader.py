@@ -7,7 +7,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,11 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.errors import TierUnavailable, WeightsUnreadable
+from kvtier.errors import Corrupt, TierUnavailable, WeightsDamaged, WeightsUnreadable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io import ranges
 from kvtier.io.ranges import RangeFailure, RangeReader
-from kvtier.weights.copies import FIELDS, Copy, Table, check, pack
+from kvtier.model.safetensors import read_header
+from kvtier.weights.copies import Copy, Table, check, contiguous, pack
+
+Sums = npt.NDArray[np.uint64]  # of a file, one a block of ranges.BLOCK_BYTES
 
 BUFFERED_SHARE = 0.8  # of a file in the page cache, from which on it is read through it
 STALL_S = 120.0  # longest time without any new byte, seconds
@@ -58,36 +61,64 @@ class WeightReader:
         files: Sequence[Path],
         copies: Sequence[Copy] | Table,
         targets: Sequence[torch.Tensor],
-        sums: Mapping[Path, npt.NDArray[np.uint64]] | None = None,
+        expected: Mapping[Path, Sums] | None = None,
     ) -> ReadReport:
         """Return when the last byte has landed.
 
         A target is a tensor of any dtype and any strides; copies address its bytes from its first element on. Copies
         that touch the same byte of a target land in any order.
 
-        sums: checksums of a file's blocks of `ranges.BLOCK_BYTES`, replaced by those of the blocks that were read.
-        These are then read as a whole.
+        expected: checksums of all blocks of a file, as `sums` gives them. Blocks that a copy touches are then read as a
+        whole and compared.
 
-        Raises WeightsUnreadable with file and offset when a file cannot be read, ends early or changed during the read:
-        targets then hold any bytes. Raises ValueError for copies that do not fit their targets, TierUnavailable where
-        threads, memory or the device are missing.
+        Raises WeightsUnreadable with file and offset when a file cannot be read, ends early or changed during the read,
+        WeightsDamaged with file, offset and tensors when a checksum differs: targets then hold any bytes. Raises
+        ValueError for copies that do not fit their targets, TierUnavailable where threads, memory or the device are
+        missing.
         """
-        start_s = time.monotonic()
         table = copies if isinstance(copies, np.ndarray) else pack(copies)
         check(table, len(files), np.array([extent(target) for target in targets], np.int64))
-        table = np.ascontiguousarray(table[:, : len(FIELDS)])
         places = np.array([(target.data_ptr(), target.is_cuda) for target in targets], ranges.TARGET)
-        reader = self._reader_for(targets)
+        # Blocks that are not read keep the checksum expected of them.
+        found = {path: expected[path].copy() for path in files if path in expected} if expected else {}
+        report = self._run(files, table, places, self._reader_for(targets), found)
+        for path, sums in found.items():
+            if expected is not None and not np.array_equal(sums, expected[path]):
+                raise damage(path, int(np.flatnonzero(sums != expected[path])[0]))
+        return report
+
+    def sums(self, files: Sequence[Path]) -> dict[Path, Sums]:
+        """Read files whole and return the checksum of each block of `ranges.BLOCK_BYTES`: uint64, one a block.
+
+        Raises as `read`.
+        """
+        sizes = [_size_of(path) for path in files]
+        found = {path: np.zeros(n_blocks(size), np.uint64) for path, size in zip(files, sizes, strict=True)}
+        copies = [contiguous(number, 0, size, 0) for number, size in enumerate(sizes) if size]
+        nowhere = np.zeros(1, ranges.TARGET)
+        self._run(files, pack(copies), nowhere, self._reader_for(()), found)
+        return found
+
+    def _run(
+        self,
+        files: Sequence[Path],
+        table: Table,
+        places: npt.NDArray[np.void],
+        reader: RangeReader,
+        sums: Mapping[Path, Sums],
+    ) -> ReadReport:
+        start_s = time.monotonic()
         with ExitStack() as stack:
             opened = [_open(path, stack) for path in files]
             before = [_identity(descriptor) for descriptor, _ in opened]
-            rows = [
-                (descriptor, identity[2], _address(sums, path))
-                for path, (descriptor, _), identity in zip(files, opened, before, strict=True)
-            ]
-            result = reader.read(
-                np.array(rows, ranges.FILE), table, places, stall_s=self._stall_s, progress=self._progress
-            )
+            rows = []
+            for path, (descriptor, _), (*_, size, _) in zip(files, opened, before, strict=True):
+                if path in sums and len(sums[path]) != n_blocks(size):
+                    raise WeightsUnreadable(path, None, f"it has {size} bytes, which is not the size in the manifest")
+                rows.append((descriptor, size, sums[path].ctypes.data if path in sums else 0))
+            described = np.array(rows, ranges.FILE)
+            table = np.ascontiguousarray(table)
+            result = reader.read(described, table, places, stall_s=self._stall_s, progress=self._progress)
             for path, (descriptor, _), identity in zip(files, opened, before, strict=True):
                 if _identity(descriptor) != identity or _identity_of(path) != identity:
                     raise WeightsUnreadable(path, None, "the file was changed while it was read; load again")
@@ -178,9 +209,26 @@ def _open_direct(path: Path) -> int | None:
             return None
 
 
-def _address(sums: Mapping[Path, npt.NDArray[np.uint64]] | None, path: Path) -> int:
-    found = None if sums is None else sums.get(path)
-    return 0 if found is None else found.ctypes.data
+def n_blocks(file_bytes: int) -> int:
+    """Return the number of checksums of a file."""
+    return -(-file_bytes // ranges.BLOCK_BYTES)
+
+
+def damage(path: Path, block: int) -> WeightsDamaged:
+    """Return the error for a block of a file."""
+    start = block * ranges.BLOCK_BYTES
+    names: list[str] = []
+    with suppress(Corrupt, OSError):  # the header may be what is damaged
+        tensors = read_header(path, is_whole=False).tensors
+        names = [name for name, x in tensors.items() if x.start < start + ranges.BLOCK_BYTES and x.stop > start]
+    return WeightsDamaged(path, start, names)
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise WeightsUnreadable(path, None, f"it cannot be opened: {error.strerror}") from error
 
 
 def _identity(where: int | Path) -> tuple[int, ...]:

@@ -1,0 +1,98 @@
+"""Checksums of weight files: a flipped byte is named, and nothing is served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvtier.errors import Corrupt, WeightsDamaged, WeightsUnreadable
+from kvtier.weights import manifest
+from kvtier.weights.copies import Copy, contiguous
+from kvtier.weights.manifest import MANIFEST
+from kvtier.weights.reader import WeightReader
+
+
+@pytest.fixture(name="file")
+def _file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file({"first": torch.arange(500_000), "second": torch.arange(100_000).to(torch.int16)}, path)
+    with WeightReader() as reader:
+        manifest.write(tmp_path, [path], reader)
+    return path
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def read(path: Path, copies: list[Copy]) -> torch.Tensor:
+    target = torch.zeros(5_000_000, dtype=torch.uint8)
+    with WeightReader() as reader:
+        reader.read([path], copies, [target], manifest.of_files([path]))
+    return target
+
+
+def test_sound_files_are_read(file: Path) -> None:
+    size = file.stat().st_size
+    assert bytes(read(file, [contiguous(0, 0, size, 0)])[:size].numpy()) == file.read_bytes()
+    assert bytes(read(file, [contiguous(0, 1_048_577, 3, 0)])[:3].numpy()) == file.read_bytes()[1_048_577:1_048_580]
+    assert list(file.parent.glob("*")) in ([file, file.parent / MANIFEST], [file.parent / MANIFEST, file])
+
+
+@pytest.mark.parametrize(
+    ("offset", "block", "tensors"),
+    [(2_500_000, 2 << 20, {"first"}), (4_000_000, 3 << 20, {"first", "second"}), (4_199_999, 4 << 20, {"second"})],
+)
+def test_a_flipped_byte_is_named(file: Path, offset: int, block: int, tensors: set[str]) -> None:
+    size = file.stat().st_size
+    flip(file, offset)
+    with pytest.raises(WeightsDamaged, match=f"model.safetensors at byte {block}: bytes in tensor") as caught:
+        read(file, [contiguous(0, 0, size, 0)])
+    assert (caught.value.path, caught.value.offset) == (file, block)
+    assert set(caught.value.tensors) == tensors
+
+
+def test_a_flipped_byte_of_the_header_is_noticed(file: Path) -> None:
+    flip(file, 20)
+    with pytest.raises(WeightsDamaged):
+        read(file, [contiguous(0, 0, 100, 0)])
+
+
+def test_only_blocks_that_are_read_count(file: Path) -> None:
+    flip(file, 2_500_000)
+    read(file, [contiguous(0, 100, 1000, 0), Copy(0, 3 << 20, 10, 100, 200, 0, 5000, 100)])
+
+
+def test_a_file_of_another_size_is_refused(file: Path) -> None:
+    with file.open("ab") as opened:
+        opened.write(bytes(1 << 20))
+    with pytest.raises(WeightsUnreadable, match="not the size in the manifest"):
+        read(file, [contiguous(0, 0, 10, 0)])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("version", 2), ("block_bytes", 7), ("digest", ""), ("files", {}), ("files", None), ("files", {"x": 1})],
+)
+def test_a_manifest_that_is_damaged_is_refused(file: Path, key: str, value: object) -> None:
+    path = file.parent / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(Corrupt, match="kvtier weights verify .* --write"):
+        manifest.read(file.parent)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"version": 1}'])
+def test_no_manifest_at_all(file: Path, content: bytes) -> None:
+    (file.parent / MANIFEST).write_bytes(content)
+    with pytest.raises(Corrupt):
+        manifest.read(file.parent)
+    (file.parent / MANIFEST).unlink()
+    assert manifest.read(file.parent) is None and manifest.of_files([file]) == {}
