@@ -18,6 +18,8 @@ from kvtier.arena.admission import Admission, Admissions
 from kvtier.codecs.base import Codec, slab_bytes
 from kvtier.codecs.int8.codec import Int8Codec
 from kvtier.codecs.raw import RawCodec
+from kvtier.codecs.transform.codec import TransformCodec
+from kvtier.codecs.transform.table import PRESET_BITS, read_table
 from kvtier.codecs.turboquant.codec import Turboquant, rope_base_of
 from kvtier.config.settings import HOST_ADMIT, Settings
 from kvtier.errors import ConfigError, TierUnavailable
@@ -61,7 +63,7 @@ from kvtier.worker.transfer import Transfer, TransferJobs, Upkeep
 
 log = logging.getLogger("kvtier")
 
-# Codecs without presets; the other codecs of the settings are presets of turboquant.
+# Codecs without presets; the other codecs of the settings are presets of transform or of turboquant.
 CODECS: dict[str, Callable[[], Codec]] = {"raw": RawCodec, "int8": Int8Codec}
 
 STEP_TOKENS = 8192  # tokens of an engine's step where the engine does not say
@@ -70,15 +72,25 @@ STRIPE_SLOTS_MIN = 4  # least slots in each file of a set: a smaller set has few
 
 def make_codec(settings: Settings, rope_base: float = 0.0) -> Codec:
     """Return the configured codec. rope_base: of the rotary embedding of the model's K, 0 where it stays as it is.
-    Raises ConfigError for settings that contradict each other."""
+    Raises ConfigError for settings that contradict each other, and for a file that is no table."""
     settings.check_codec()
+    if settings.codec_table and settings.codec in PRESET_BITS:
+        return TransformCodec(settings.codec, read_table(settings.codec_table, settings.codec))
     made = CODECS.get(settings.codec)
     return Turboquant(settings.codec, rope_base) if made is None else made()
 
 
 def codec_of(settings: Settings, namespace: Namespace) -> Codec:
-    """Return the configured codec for a namespace, whose id names the base. Raises as `make_codec` does."""
-    return make_codec(settings, rope_base_of(namespace.codec.name))
+    """Return the configured codec for a namespace, whose id names the base or the table. Raises as `make_codec` does,
+    and for a table of other weights."""
+    codec = make_codec(settings, rope_base_of(namespace.codec.name))
+    if isinstance(codec, TransformCodec):
+        if settings.model_tag is None:
+            codec.check_weights(namespace.weights)
+        if codec.name != namespace.codec.name:
+            fix = f"the table was another ({namespace.codec.name}) when this engine's namespace was made: restart it"
+            raise ConfigError("codec_table", str(settings.codec_table), fix)
+    return codec
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from enum import Enum
 class SaveChunk:
     """One chunk to save: its blocks in the engine, and the slot for the record of each rank.
 
-    tenant: label of the set's tenant; "" without one.
+    tenant: label of the set's tenant; "" without one. number: its place in the prompt.
     """
 
     key: bytes
@@ -22,6 +22,7 @@ class SaveChunk:
     slot: int
     block_ids: tuple[int, ...]
     tenant: str = ""
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

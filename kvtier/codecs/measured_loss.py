@@ -13,6 +13,8 @@ KL_NATS: Mapping[str, tuple[float | None, ...]] = {
     "int8": (3.7e-5, 3.9e-5, 3.6e-5, 3.8e-5),
     "k6v5": (3.8e-4, 3.1e-4, 1.5e-4, 7.7e-4),
     "k4v4": (3.4e-3, 3.1e-3, 1.1e-3, 1.1e-2),
+    "tc4": (None, None, None, None),
+    "tc3": (None, None, None, None),
 }
 
 
@@ -21,12 +23,14 @@ def loss_text(codec: str) -> str:
     if codec not in KL_NATS:
         return ""
     found = [f"{model} {kl:.2g}" for model, kl in zip(MODELS, KL_NATS[codec], strict=True) if kl is not None]
+    if not found:
+        return f"codec {codec} is lossy, and was not measured yet"
     return f"codec {codec} is lossy: KL to raw KV in nats, measured on {', '.join(found)} and on no other model"
 
 
 def losses_line(codecs: Iterable[str]) -> str:
     """Return the losses of these codecs, in one line; "" where all are raw."""
-    shown = [name for name in codecs if name in KL_NATS]
+    shown = [name for name in codecs if any(KL_NATS.get(name, ()))]
     if not shown:
         return ""
     figures = (f"{name} {', '.join('-' if kl is None else f'{kl:.2g}' for kl in KL_NATS[name])}" for name in shown)

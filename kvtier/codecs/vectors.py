@@ -38,8 +38,8 @@ class LayerCoder(Protocol):
         at `layers.start`."""
         ...
 
-    def encode(self, k: torch.Tensor, v: torch.Tensor, cells: Extent) -> EncodedLayer:
-        """k, v: (heads, tokens, size) in the engine's dtype."""
+    def encode(self, k: torch.Tensor, v: torch.Tensor, cells: Extent, position: int = 0) -> EncodedLayer:
+        """k, v: (heads, tokens, size) in the engine's dtype. position: of the first token in the prompt."""
         ...
 
     def decode(self, data: torch.Tensor, cells: Extent, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,7 +79,7 @@ class VectorPages:
         refused = torch.zeros((), dtype=torch.bool, device=blocks.device)
         for cells, data in self._parts(move):
             k, v = (plane[blocks].permute(2, 0, 1, 3).flatten(1, 2) for plane in self._planes(cells))
-            encoded = self._coder.encode(k, v, cells)
+            encoded = self._coder.encode(k, v, cells, move.position)
             data.copy_(encoded.data)
             refused |= encoded.refused.any()
         return refused

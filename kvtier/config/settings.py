@@ -163,6 +163,7 @@ class Settings(BaseSettings):
     require_mount: refuse a root on the machine's root file system, as when its own file system is not mounted.
     segment_bytes: of one rank's files in a segment set; chunk_tokens: tokens of a chunk, a multiple of the engine's
     block.
+    codec_table: file of `kvtier calibrate`, which the codecs tc4 and tc3 need.
     model_tag: identity of the weights where they are not in files; epoch: raise it to abandon all stored KV.
     save_generated: store generated tokens too; min_load_tokens: shorter hits are computed.
     writer_lease_s: time without a renewed lease after which a writer's open segments count as abandoned.
@@ -177,7 +178,8 @@ class Settings(BaseSettings):
     capacity_bytes: Bytes = 64 << 30
     segment_bytes: Annotated[Bytes, Field(ge=SEGMENT_BYTES_MIN)] = SEGMENT_BYTES
     chunk_tokens: Count = 256
-    codec: Literal["raw", "int8", "k6v5", "k4v4"] = "raw"
+    codec: Literal["raw", "int8", "k6v5", "k4v4", "tc4", "tc3"] = "raw"
+    codec_table: Path | None = None
     model_tag: Annotated[str, Field(min_length=1)] | None = None
     epoch: Natural = 0
     save_generated: bool = True
@@ -198,6 +200,11 @@ class Settings(BaseSettings):
     @classmethod
     def _absolute_root(cls, value: Path) -> Path:
         return absolute_path(value)
+
+    @field_validator("codec_table")
+    @classmethod
+    def _absolute_table(cls, value: Path | None) -> Path | None:
+        return None if value is None else absolute_path(value)
 
     @field_validator("codec", mode="before")
     @classmethod
@@ -259,7 +266,10 @@ class Settings(BaseSettings):
 
     def check_codec(self) -> None:
         """Raises ConfigError for settings of the codec that do not go together."""
-        if self.codec not in ("raw", "int8") and self.chunk_tokens > TURBOQUANT_CHUNK_TOKENS_MAX:
+        if self.codec in ("tc4", "tc3") and self.codec_table is None:
+            fix = f"codec {self.codec} needs a table of the model: make it with kvtier calibrate MODEL --out FILE"
+            raise ConfigError("codec_table", None, fix)
+        if self.codec in ("k6v5", "k4v4") and self.chunk_tokens > TURBOQUANT_CHUNK_TOKENS_MAX:
             fix = f"with codec {self.codec} it may be {TURBOQUANT_CHUNK_TOKENS_MAX} at most"
             raise ConfigError("chunk_tokens", self.chunk_tokens, fix)
 

@@ -75,7 +75,7 @@ class Move:
     block_ids: of the whole chunk. slabs: (patch.n_heads, slab_bytes) uint8, contiguous, on the pages' device.
     first_block: a scatter leaves the blocks before it untouched. key: of the chunk, 16 bytes, where a gather may sum
     what it writes (format.checksum). skip_bytes: of each slab, before the layers that the patch counts: layers of other
-    sizes (kvtier.codecs.bands).
+    sizes (kvtier.codecs.bands). position: of the chunk's first token in the prompt, for a gather.
     """
 
     patch: Patch
@@ -84,6 +84,7 @@ class Move:
     first_block: int = 0
     key: bytes = bytes(16)
     skip_bytes: int = 0
+    position: int = 0
 
 
 def plain_slabs(slabs: torch.Tensor, device: torch.device) -> tuple[int, int, int]:

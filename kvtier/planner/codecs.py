@@ -8,6 +8,8 @@ from typing import NamedTuple, get_args
 
 from kvtier.build import make_codec, set_shape
 from kvtier.codecs.base import slab_bytes
+from kvtier.codecs.transform.codec import TransformCodec
+from kvtier.codecs.transform.table import PRESET_BITS
 from kvtier.config.settings import HbmSettings, Settings
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Geometry, RankShare
@@ -41,7 +43,7 @@ def _chunk_of(name: str, geometry: Geometry, shares: Sequence[RankShare]) -> Chu
             "chunk_tokens": geometry.chunk_tokens,
         }
     )
-    codec = make_codec(settings)
+    codec = TransformCodec(name, None) if name in PRESET_BITS else make_codec(settings)
     codec.check(geometry)
     set_shape(settings, geometry, codec, shares)  # refuses what does not fit into records or segments
     writers = [(share.rank, share.writes) for share in shares if share.writes]

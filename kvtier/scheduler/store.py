@@ -34,7 +34,7 @@ Clock = Callable[[], float]
 class WantedChunk(NamedTuple):
     """A whole chunk whose KV the engine has, or will have after this step. tenant: label, or "" without one.
 
-    owner, number: its request, and its place in the prompt, for the answer. is_late: it was whole in an earlier step.
+    owner, number: its request, and its place in the prompt. is_late: it was whole in an earlier step.
     """
 
     key: bytes
@@ -204,7 +204,7 @@ class Store:
             set_id, slot = place
             known = _Known(set_id, slot, now, self._writers, wanted=chunk._replace(block_ids=()))
             self._remember(chunk.key, known)
-            chunks.append(SaveChunk(chunk.key, chunk.parent, set_id, slot, chunk.block_ids, chunk.tenant))
+            chunks.append(SaveChunk(chunk.key, chunk.parent, set_id, slot, chunk.block_ids, chunk.tenant, chunk.number))
         self._keeper.refill()
         plan = SavePlan(self.namespace_id, self._keeper.supplies.slots, tuple(chunks)) if chunks else None
         return SaveSelection(plan, list(left.values()))

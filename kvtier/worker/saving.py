@@ -162,6 +162,7 @@ class Saver:
                 item.chunk.block_ids,
                 worker.arena.slabs(item.slot, PAGE_BYTES, writes.n_heads, size),
                 key=item.chunk.key,
+                position=item.chunk.number * worker.geometry.chunk_tokens,
             )
             for item in staged
         ]

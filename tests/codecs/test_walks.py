@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 from kvtier.codecs.base import Encoded, EncodeResult, slab_bytes
 from kvtier.codecs.int8.codec import Int8Coder
+from kvtier.codecs.transform.codec import TransformCoder
+from kvtier.codecs.transform.table import read_table
 from kvtier.codecs.turboquant.codec import Turboquant, TurboquantCoder, rope_base_of
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.codecs.vectors import LayerCoder
@@ -22,6 +25,7 @@ from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from kvtier.scheduler.store import WantedChunk
 from kvtier.worker.io_setup import MountCost
+from tests.codecs.transform_rig import make_table
 from tests.support import lazy
 from tests.support.lazy import LazyCodec, LazyEngine, LazyOrder
 from tests.support.rig import Engine, geometry
@@ -31,6 +35,7 @@ TOKENS = list(range(1000, 1000 + CHUNK * N_CHUNKS))
 BLOCKS = list(range(3, 3 + CHUNK * N_CHUNKS // 16))
 TARGET = [90, 50, 51, 52, 77, 78, 120, 119, 118, 117, 30, 31]
 SHAPE = geometry(layers=5, kv_heads=4, k_head_size=64, v_head_size=64, dtype="bfloat16", element_bytes=2)
+TABLE = Path(tempfile.mkdtemp()) / "table"  # of the transform codec
 CUTS = [(1, None), (2, [range(2), range(2, 5)]), (4, None), (8, None), (1, [range(1), range(1, 2), range(2, 5)])]
 
 
@@ -44,6 +49,8 @@ def engines() -> Iterator[list[Engine]]:
 
 
 def start(engines: list[Engine], root: Path, codec: str, cut: Any = (1, None), **changes: object) -> Engine:
+    if codec == "tc4":
+        changes["codec_table"] = str(TABLE if TABLE.exists() else make_table(TABLE, SHAPE.layers, SHAPE.kv_heads, 64))
     engines.append(Engine(root, SHAPE, *cut, changes={"codec": codec, **changes}))
     return engines[-1]
 
@@ -51,6 +58,8 @@ def start(engines: list[Engine], root: Path, codec: str, cut: Any = (1, None), *
 def coder_of(codec: str, shape: Geometry = SHAPE) -> LayerCoder:
     if codec == "int8":
         return Int8Coder(shape.chunk_tokens, shape.k_head_size, shape.v_head_size)
+    if codec == "tc4":
+        return TransformCoder(read_table(TABLE, codec), shape.whole, shape.chunk_tokens, torch.device("cpu"))
     sizes = (shape.chunk_tokens, shape.k_head_size, shape.v_head_size)
     return TurboquantCoder(SlabFormat(*sizes, PRESETS[codec]), shape.whole, torch.device("cpu"))
 
@@ -63,7 +72,10 @@ def lossy(engine: Engine, coder: LayerCoder, blocks: Sequence[int]) -> list[torc
         planes = [plane[index].unflatten(0, (N_CHUNKS, -1)) for plane in layer.planes]  # chunks, blocks, tokens, H, D
         k, v = (plane.flatten(1, 2).transpose(1, 2) for plane in planes)  # chunks, heads, tokens, size
         cells = Extent(number, 1, 0, SHAPE.kv_heads)
-        back = [coder.decode(coder.encode(a, b, cells).data, cells, a.dtype) for a, b in zip(k, v, strict=True)]
+        back = [
+            coder.decode(coder.encode(a, b, cells, chunk * CHUNK).data, cells, a.dtype)
+            for chunk, (a, b) in enumerate(zip(k, v, strict=True))
+        ]
         for plane in (torch.stack([pair[which] for pair in back]) for which in (0, 1)):
             found.append(plane.transpose(1, 2).reshape(len(blocks), 16, SHAPE.kv_heads, -1))
     return found
@@ -75,7 +87,12 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize(
     ("codec", "writer", "reader"),
-    [*(("k4v4", writer, reader) for writer in CUTS for reader in CUTS[:2]), ("int8", CUTS[1], CUTS[0])],
+    [
+        *(("k4v4", writer, reader) for writer in CUTS for reader in CUTS[:2]),
+        ("int8", CUTS[1], CUTS[0]),
+        ("tc4", CUTS[1], CUTS[0]),
+        ("tc4", CUTS[0], CUTS[3]),
+    ],
 )
 def test_any_cut_reads_what_any_other_wrote(
     tmp_path: Path, engines: list[Engine], codec: str, writer: Any, reader: Any
@@ -136,7 +153,7 @@ def save_with(engine: Engine, spoil: float, block: int) -> dict[bytes, SaveOutco
 
 
 @pytest.mark.parametrize("spoil", (float("nan"), float("inf"), 1e38))
-@pytest.mark.parametrize("codec", ("k4v4", "int8"))
+@pytest.mark.parametrize("codec", ("k4v4", "int8", "tc4"))
 def test_a_chunk_that_cannot_be_kept_is_not_stored(
     tmp_path: Path, engines: list[Engine], codec: str, spoil: float
 ) -> None:

@@ -35,8 +35,9 @@ def chunks_of(geometry: Geometry, engine: EngineSizes) -> dict[str, ChunkBytes]:
 
 # By hand. A token, layer and head of 128: raw 2 x 128 x 2 = 512 bytes, int8 2 x 128 codes, 2 for
 # the scale of V, 3 (6 x 128 / 256) for middles and scales of K, 2 (4 x 128 / 256) for a raw token; with bk and bv bits
-# 16 (bk + bv) + 4, 256 / 256 = 1 for the mean of K and 2 for a raw token. So k4v4 has 135: 512 / 135 = 3.79.
-BYTES = {"raw": 512, "int8": 263, "k6v5": 183, "k4v4": 135}
+# 16 (bk + bv) + 4, 256 / 256 = 1 for the mean of K and 2 for a raw token. So k4v4 has 135: 512 / 135 = 3.79. With b
+# bits a component tc has 32 b + 2, 2 for a raw token and 16 / 256 for the position.
+BYTES = {"raw": 512, "int8": 263, "k6v5": 183, "k4v4": 135, "tc4": 132 + 1 / 16, "tc3": 100 + 1 / 16}
 
 
 @pytest.mark.parametrize(("config", "token_bytes", "cells"), [(LLAMA_8B, 131_072, 256), (LLAMA_70B, 327_680, 640)])

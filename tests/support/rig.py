@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from kvtier.build import open_store, open_transfer
+from kvtier.build import make_codec, open_store, open_transfer
 from kvtier.config.settings import Settings
 from kvtier.format.geometry import Geometry, RankShare, share_of_rank
 from kvtier.format.namespace import CodecId, Namespace, chunk_keys
@@ -109,7 +109,12 @@ class Engine:
     def __post_init__(self) -> None:
         self.settings = settings(self.root, **({"chunk_tokens": self.shape.chunk_tokens} | self.changes))
         signer = self.settings.signing.signer()
-        self.namespace = replace(namespace(self.shape, self.weights), signing=signer.fingerprint if signer else "")
+        codec = make_codec(self.settings)
+        self.namespace = replace(
+            namespace(self.shape, self.weights),
+            signing=signer.fingerprint if signer else "",
+            codec=CodecId(codec.name, codec.version, codec.seed),
+        )
         self.shares = shares(self.shape, self.tensor_size, self.stages)
         self.store: Store = open_store(self.settings, self.namespace, self.shares)
         self.pages = [make_pages(share, self.shape, self.n_blocks, self.device) for share in self.shares]
@@ -149,7 +154,10 @@ class Engine:
         keys = self.keys(tokens)
         parents = [self.store.namespace_id, *keys]
         per = self.chunk_blocks
-        wanted = [WantedChunk(key, parents[i], tuple(block_ids[i * per : (i + 1) * per])) for i, key in enumerate(keys)]
+        wanted = [
+            WantedChunk(key, parents[i], tuple(block_ids[i * per : (i + 1) * per]), number=i)
+            for i, key in enumerate(keys)
+        ]
         plan = self.store.plan_save(wanted)
         if plan is None:
             return []

@@ -87,7 +87,7 @@ class Int8Coder:
         k_size, v_size = self._sizes
         return len(layers) * ((self.tokens + 2 * RAW_TOKENS) * (k_size + v_size) + 2 * self.tokens + 6 * k_size)
 
-    def encode(self, k: torch.Tensor, v: torch.Tensor, cells: Extent) -> EncodedLayer:
+    def encode(self, k: torch.Tensor, v: torch.Tensor, cells: Extent, position: int = 0) -> EncodedLayer:
         raw_dtype = torch.bfloat16 if k.dtype == torch.float32 else k.dtype
         raw = [x[..., :RAW_TOKENS, :].to(raw_dtype) for x in (k, v)]
         k, v = k.float(), v.float()

@@ -80,7 +80,7 @@ class TurboquantCoder:
     def n_bytes(self, layers: range) -> int:
         return self.format.n_bytes(layers)
 
-    def encode(self, k: torch.Tensor, v: torch.Tensor, cells: Extent) -> EncodedLayer:
+    def encode(self, k: torch.Tensor, v: torch.Tensor, cells: Extent, position: int = 0) -> EncodedLayer:
         return encode_layer(k, v, self.format.layer, self._signs_of(cells), self.format.rope_base)
 
     def decode(self, data: torch.Tensor, cells: Extent, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

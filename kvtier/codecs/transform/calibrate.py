@@ -1,0 +1,115 @@
+"""Tables of the transform codec from statistics of a model's KV: transforms, bits of components.
+
+C is the covariance of a plane's vectors, N the mean of g g^T / |g| over tokens, g the gradient of the likelihood of
+what follows with respect to a token's vector: N says which errors cost the model most. In one head:
+
+    N' = N / (trace(N) / d) + METRIC_FLOOR * I;   S = sqrt(N');   C' = C + COVARIANCE_FLOOR * (trace(C) / d) * I
+    U, l = eigenvectors and eigenvalues, descending, of S C' S
+    components = (x - mean) S U H diag(l)^-1/2
+
+H mixes groups of 8 neighbours by a Hadamard matrix, so that they share a variance, the mean of their l. A component's
+error of one bit more or less costs its l times the head's weight, (M * E)^WEIGHT_POWER / E: M the mean of |g|^2 / d, E
+the mean of l. The power below 1 keeps a calibration on other text than is served from starving a plane. A step gives
+each head of one layer a bit for the group that gains most of it; steps go to the layers that gain most of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from kvtier.codecs.transform.curve import levels
+from kvtier.codecs.transform.table import BITS_MAX, FORWARD_MAX, GROUP, PRESET_BITS
+
+METRIC_FLOOR, COVARIANCE_FLOOR, WEIGHT_POWER = 0.1, 1e-4, 0.75
+SCALE_EXPONENT = 8  # a channel's deviation becomes a whole number of 2^8 to 2^9
+
+
+class PlaneStatistics(NamedTuple):
+    """Means over tokens, for each layer and head. mean: (L, H, d). moment: of x x^T, metric: N, (L, H, d, d) each.
+    power: of |g|^2 / d, (L, H)."""
+
+    mean: torch.Tensor
+    moment: torch.Tensor
+    metric: torch.Tensor
+    power: torch.Tensor
+
+    @classmethod
+    def of(cls, x: torch.Tensor, gradient: torch.Tensor) -> PlaneStatistics:
+        """x, gradient: (L, H, tokens, d)."""
+        x, gradient = x.double(), gradient.double()
+        norm = gradient.norm(dim=-1, keepdim=True)
+        robust = gradient / (norm.sqrt() + 1e-20)
+        return cls(x.mean(2), x.mT @ x / x.shape[2], robust.mT @ robust / x.shape[2], norm.square().mean((2, 3)))
+
+
+def mean_of(rows: list[PlaneStatistics]) -> PlaneStatistics:
+    return PlaneStatistics(*(torch.stack(each).mean(0) for each in zip(*rows, strict=True)))
+
+
+def table_tensors(k: PlaneStatistics, v: PlaneStatistics, frequencies: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of a table (kvtier.codecs.transform.table)."""
+    values, errors = levels()
+    tensors = {"levels": torch.from_numpy(values), "frequencies": frequencies.double()}
+    costs = []
+    for name, plane in (("k", k), ("v", v)):
+        found, cost = _plane(plane)
+        tensors |= {f"{name}.{field}": tensor for field, tensor in found.items()}
+        costs.append(cost)
+    gains = torch.tensor(errors[:-1], dtype=torch.float64) - torch.tensor(errors[1:], dtype=torch.float64)
+    gained = torch.cat(costs, -1).unsqueeze(-1) * gains  # (L, H, groups, bits)
+    ranked = gained.flatten(2).sort(-1, descending=True)
+    of_steps = ranked.values.sum(1)  # (L, steps), descending
+    for preset, bits in PRESET_BITS.items():
+        n_steps = bits * of_steps.numel() // BITS_MAX
+        is_taken = torch.zeros(of_steps.numel()).scatter(0, of_steps.flatten().topk(n_steps).indices, 1.0)
+        taken = is_taken.view(of_steps.shape).sum(-1, keepdim=True).unsqueeze(1)
+        is_given = (ranked.indices.argsort(-1) < taken).view(gained.shape)
+        given = is_given.sum(-1).to(torch.uint8)
+        n_k = costs[0].shape[-1]
+        tensors[f"{preset}.k"], tensors[f"{preset}.v"] = given[..., :n_k], given[..., n_k:]
+    return tensors
+
+
+def _plane(plane: PlaneStatistics) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return a plane's tensors, and what the error of each group costs, (L, H, groups)."""
+    size = plane.mean.shape[-1]
+    unit = torch.eye(size, dtype=torch.float64)
+    covariance = plane.moment - plane.mean.unsqueeze(-1) * plane.mean.unsqueeze(-2)
+    covariance = covariance + COVARIANCE_FLOOR * _trace(covariance) * unit
+    metric = plane.metric / _trace(plane.metric).clamp(min=1e-300) + METRIC_FLOOR * unit
+    values, vectors = torch.linalg.eigh(metric)
+    root = (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mT
+    inverse_root = (vectors / values.sqrt().unsqueeze(-2)) @ vectors.mT
+    variances, axes = torch.linalg.eigh(root @ covariance @ root)
+    variances, axes = variances.flip(-1).clamp(min=1e-30), axes.flip(-1)
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    while len(hadamard) < GROUP:
+        hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), hadamard)
+    mixed = axes @ torch.kron(torch.eye(size // GROUP, dtype=torch.float64), hadamard / GROUP**0.5)
+    of_groups = variances.unflatten(-1, (-1, GROUP)).mean(-1)
+    deviations = of_groups.sqrt().repeat_interleave(GROUP, -1)
+    mean_variance = of_groups.mean(-1, keepdim=True)
+    weight = (plane.power.unsqueeze(-1) * mean_variance).clamp(min=1e-300) ** WEIGHT_POWER / mean_variance
+    exponents = torch.floor(covariance.diagonal(dim1=-2, dim2=-1).sqrt().log2())
+    scale = torch.exp2(SCALE_EXPONENT - exponents)
+    forward = (root @ mixed) / deviations.unsqueeze(-2) / scale.unsqueeze(-1)
+    step = forward.abs().amax(-2) / FORWARD_MAX
+    inverse = deviations.unsqueeze(-1) * (mixed.mT @ inverse_root)
+    back = inverse.abs().amax(-2)
+    tensors = {
+        "mean": plane.mean.float(),
+        "scale": scale.float(),
+        "forward": torch.round(forward / step.unsqueeze(-2)).to(torch.int16),
+        "unit": step.float(),
+        "inverse": (inverse / back.unsqueeze(-2)).to(torch.float16),
+        "back": back.float(),
+    }
+    return tensors, of_groups * weight
+
+
+def _trace(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the mean of the diagonal, (L, H, 1, 1)."""
+    return matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]

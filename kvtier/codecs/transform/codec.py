@@ -1,0 +1,99 @@
+"""Codecs `tc4` and `tc3`: a transform calibrated for the model, 4 or 3 bits a component (reference.py defines them)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from kvtier.codecs.base import Encoded, Movers
+from kvtier.codecs.transform.reference import PlaneCoder, decode_layer, encode_layer, layer_bytes
+from kvtier.codecs.transform.table import HEAD_SIZES, KEY, PRESET_BITS, PlaneTable, TransformTable
+from kvtier.codecs.vectors import EncodedLayer, VectorPages, check_vectors
+from kvtier.errors import ConfigError
+from kvtier.format.geometry import Extent, Geometry
+from kvtier.kernels.paged import Move, PagedKV
+
+
+class TransformCodec:
+    """Runs in torch on the CPU."""
+
+    version = 1
+    seed = 0
+
+    def __init__(self, preset: str, table: TransformTable | None) -> None:
+        """preset: of PRESET_BITS. table: None only to learn sizes."""
+        self.name = f"{preset}+{table.hash}" if table else preset
+        self._preset = preset
+        self._table = table
+        self._movers = Movers()
+
+    def check(self, geometry: Geometry) -> None:
+        check_vectors(self._preset, geometry)
+        for size in (geometry.k_head_size, geometry.v_head_size):
+            if size not in HEAD_SIZES:
+                fix = f"it takes heads of {', '.join(map(str, HEAD_SIZES))} elements, this model's have {size}"
+                raise ConfigError("codec", self._preset, f"{fix}: set it to int8 or raw")
+        if self._table:
+            self._table.check_geometry(geometry)
+
+    def check_weights(self, weights: str) -> None:
+        """Raises ConfigError where the table was made with other weights. weights: their fingerprint."""
+        if self._table:
+            self._table.check_weights(weights)
+
+    def layers_bytes(self, geometry: Geometry, layers: range) -> int:
+        """Without a table: as if all layers had as many bytes, which all of a model together have."""
+        sizes = geometry.k_head_size, geometry.v_head_size
+        rows = [PRESET_BITS[self._preset] * sum(sizes) // 8] * geometry.layers
+        if self._table:
+            rows = self._table.row_bytes[:, 0].tolist()
+        return sum(layer_bytes(rows[layer], geometry.chunk_tokens, *sizes) for layer in layers)
+
+    def prepare(self, pages: PagedKV, geometry: Geometry, held: Extent) -> None:
+        """Raises ConfigError for pages on a GPU."""
+        device = pages.layers[0].k.device
+        if self._table is None:
+            raise ConfigError(KEY, None, f"codec {self._preset} needs one: kvtier calibrate MODEL --out FILE")
+        if device.type != "cpu":
+            fix = "it has no kernels for GPUs yet: set it to int8, k6v5 or k4v4"
+            raise ConfigError("codec", self._preset, fix)
+        coder = TransformCoder(self._table, held, geometry.chunk_tokens, device)
+        self._movers.add(pages, VectorPages(pages, coder, held))
+
+    def encode(self, pages: PagedKV, moves: Sequence[Move]) -> Encoded | None:
+        return self._movers.of(pages).encode(moves)
+
+    def decode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
+        self._movers.of(pages).decode(moves)
+
+
+class TransformCoder:
+    """kvtier.codecs.vectors.LayerCoder for some layers and heads of a model."""
+
+    def __init__(self, table: TransformTable, held: Extent, tokens: int, device: torch.device) -> None:
+        self._tokens, self._held = tokens, held
+        self._planes = [plane.of(held, device) for plane in (table.k, table.v)]
+        self._levels = table.levels.to(device)
+        self._frequencies = table.frequencies[held.first_layer : held.end_layer].to(device)
+        sizes = [plane.mean.shape[-1] for plane in self._planes]
+        self._layer_bytes = [layer_bytes(row, tokens, *sizes) for row in table.row_bytes[:, 0].tolist()]
+        self._coders = cache(self._make_coders)
+
+    def n_bytes(self, layers: range) -> int:
+        return sum(self._layer_bytes[layers.start : layers.stop])
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor, cells: Extent, position: int = 0) -> EncodedLayer:
+        layer = cells.first_layer - self._held.first_layer
+        return encode_layer(k, v, self._coders(cells), self._frequencies[layer], position)
+
+    def decode(self, data: torch.Tensor, cells: Extent, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = cells.first_layer - self._held.first_layer
+        return decode_layer(data, self._tokens, self._coders(cells), self._frequencies[layer], dtype)
+
+    def _make_coders(self, cells: Extent) -> tuple[PlaneCoder, ...]:
+        layer, head = cells.first_layer - self._held.first_layer, cells.first_head - self._held.first_head
+        heads = slice(head, head + cells.n_heads)
+        parts = ([tensor[layer, heads] for tensor in plane] for plane in self._planes)
+        return tuple(PlaneCoder.of(PlaneTable(*part), self._levels) for part in parts)

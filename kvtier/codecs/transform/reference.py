@@ -1,0 +1,227 @@
+"""The transform codec in torch: vectors to codes and back. The definition: every other version makes these very bytes.
+
+Sums are of whole numbers, exact in any order; every other step is one fp32 operation, rounded to nearest even. For a
+vector x of d elements, K with its rotary embedding taken off or V, and its head's tables (table.py):
+
+    u = (x - mean) * scale;   2^p <= max |u| < 2^(p + 1);   e = max(0, p - 13);   q = rint(u * 2^-e)      |q| <= 2^14
+    n = (q . forward) * unit                                components, each of variance 1 or so, times 2^e
+    S = sum rint(min(n^2, 2^14) * 2^8), m = max |n| / top   over components of 1 bit or more; top: of their levels
+    g = max(sqrt(S * fp32(2^-8 / count)), PEAK_SHARE * m, 2^-12), rounded to 4 significant bits
+    gain = (exponent and 3 bits of g) + 8 * e - GAIN_LEAST, held within 0 and 255; g is made of it again
+    code = curve(n * (1 / g))                               kvtier.codecs.transform.curve
+    x' = mean + (levels[code] . inverse) * (back * g * 2^e)
+
+The gain follows a token's energy and its largest component; PEAK_SHARE had the least loss of those tried.
+K is turned by its position within the chunk, then by the chunk's place in the prompt: angles are frequency * position,
+in fp64, their cosines and sines fp32. The first RAW_TOKENS tokens of each chunk are stored as they are, too.
+
+A slab is the record's layers one after the other, then padding. A layer of T tokens and R bytes a row:
+
+    bytes                          content
+    T * R                          codes: a row for each token, group after group of K, then of V. The 8 codes of a
+                                   group of b bits are b bytes, little-endian, code i in bits [i * b, (i + 1) * b)
+    T, T                           gains of K, gains of V
+    RAW_TOKENS * (dk + dv) * 2     K, then V of the first tokens: in the engine's dtype, bf16 where that is fp32
+    16                             position of the chunk's first token in the prompt (u32, little-endian), zeros
+
+Decoding sums in fp32, in any order: it may differ in the last bit of fp32, which rarely changes the engine's dtype.
+
+Refused: a vector with NaN, infinity or |u| of 2^30 or more. The tests are written so that NaN fails them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvtier.codecs.transform.curve import CURVES
+from kvtier.codecs.transform.table import BITS_MAX, GROUP, LEVELS, PlaneTable
+from kvtier.codecs.vectors import EncodedLayer
+
+RAW_TOKENS = 1  # tokens at the start of a chunk that are stored as they are
+POSITION_BYTES = 16
+U_MAX = 2.0**30
+Q_EXPONENT = 13  # exponent of the largest q
+SQUARE_MAX, SQUARE_UNIT = 2.0**14, 2.0**8
+GAIN_MIN, GAIN_LEAST = 2.0**-12, (127 - 12) * 8
+PEAK_SHARE = 0.75
+
+
+def layer_bytes(row_bytes: int, tokens: int, k_size: int, v_size: int) -> int:
+    """Bytes of a layer of one head. row_bytes: of a token's codes."""
+    return tokens * (row_bytes + 2) + RAW_TOKENS * (k_size + v_size) * 2 + POSITION_BYTES
+
+
+class PlaneCoder(NamedTuple):
+    """Tables of a plane of one layer's heads, (heads, 1, d) where nothing else is said.
+
+    mean, scale, unit, back: of PlaneTable. forward: (heads, d, d) fp64, inverse: fp32. bits: int64, of a component;
+    widths: (heads, 1, groups) uint8, of its group. counted: (heads, 1, 1), factor of S. inverse_top: 1 / top, 0 where
+    there are no bits. first: (heads, 1, d), the level of code 0. levels: all of the table, and a zero.
+    """
+
+    mean: torch.Tensor
+    scale: torch.Tensor
+    unit: torch.Tensor
+    back: torch.Tensor
+    forward: torch.Tensor
+    inverse: torch.Tensor
+    bits: torch.Tensor
+    widths: torch.Tensor
+    counted: torch.Tensor
+    inverse_top: torch.Tensor
+    first: torch.Tensor
+    levels: torch.Tensor
+
+    @classmethod
+    def of(cls, table: PlaneTable, levels: torch.Tensor) -> PlaneCoder:
+        """table: of one layer, (heads, ...)."""
+        mean, scale, unit, back = (tensor.unsqueeze(1) for tensor in (table.mean, table.scale, table.unit, table.back))
+        bits = table.bits.long().repeat_interleave(GROUP, -1)
+        values = torch.cat([levels[: LEVELS - 2].float(), torch.zeros(2, device=levels.device)])
+        first = torch.where(bits > 0, (1 << bits) - 2, LEVELS - 2)
+        tops = values[first + (1 << bits) - 1]
+        counted = (1 / SQUARE_UNIT) / (bits > 0).sum(-1, keepdim=True).clamp(min=1).float()
+        inverse_top = torch.where(bits > 0, 1 / tops, 0.0)
+        forward, inverse = table.forward.double(), table.inverse.float()
+        of_bits = (bits, table.bits, counted, inverse_top, first)
+        bits, widths, counted, inverse_top, first = (tensor.unsqueeze(1) for tensor in of_bits)
+        return cls(mean, scale, unit, back, forward, inverse, bits, widths, counted, inverse_top, first, values)
+
+
+def encode_layer(
+    k: torch.Tensor, v: torch.Tensor, coders: Sequence[PlaneCoder], frequencies: torch.Tensor, position: int
+) -> EncodedLayer:
+    """Encode one layer. k, v: (heads, T, size). coders: of K and V. frequencies: (dk / 2). position: of the chunk."""
+    heads, tokens, _ = k.shape
+    raw = [_bytes(x[:, :RAW_TOKENS].to(_raw_dtype(x.dtype))) for x in (k, v)]
+    planes = turned(k.float(), frequencies, position, False), v.float()
+    found = [_encode_vectors(x, coder) for x, coder in zip(planes, coders, strict=True)]
+    widths = torch.cat([coder.widths for coder in coders], -1)
+    rows = _pack(torch.cat([each.codes for each in found], -1), widths)
+    place = np.array([position, 0, 0, 0], dtype="<u4").view(np.uint8)
+    places = torch.from_numpy(place).to(k.device).expand(heads, -1)
+    parts = [rows.flatten(1), *(each.gains for each in found), *raw, places]
+    return EncodedLayer(torch.cat(parts, -1), found[0].refused | found[1].refused)
+
+
+def decode_layer(
+    data: torch.Tensor, tokens: int, coders: Sequence[PlaneCoder], frequencies: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V, (heads, T, size). data: (heads, bytes of the layer), at one position."""
+    sizes = [coder.bits.shape[-1] for coder in coders]
+    raw_bytes = [RAW_TOKENS * size * 2 for size in sizes]
+    n_codes = data.shape[-1] - 2 * tokens - sum(raw_bytes) - POSITION_BYTES
+    rows, *gains, raw_k, raw_v, place = torch.split(data, [n_codes, tokens, tokens, *raw_bytes, POSITION_BYTES], -1)
+    widths = torch.cat([coder.widths for coder in coders], -1)
+    codes = _unpack(rows.reshape(len(data), tokens, -1), widths)
+    parts = codes[..., : sizes[0]], codes[..., sizes[0] :]
+    k, v = (_decode_vectors(*each) for each in zip(parts, gains, coders, strict=True))
+    position = int(place[0, :4].cpu().numpy().view("<u4")[0])
+    found = []
+    for x, raw in ((turned(k, frequencies, position, True), raw_k), (v, raw_v)):
+        limit = torch.finfo(dtype).max
+        x = x.clamp(-limit, limit).to(dtype)
+        x[:, :RAW_TOKENS] = raw.contiguous().view(_raw_dtype(dtype)).view(len(x), RAW_TOKENS, -1).to(dtype)
+        found.append(x)
+    return found[0], found[1]
+
+
+class _PlaneCodes(NamedTuple):
+    """codes: (heads, T, d) int64. gains: (heads, T) uint8. refused: (heads) bool."""
+
+    codes: torch.Tensor
+    gains: torch.Tensor
+    refused: torch.Tensor
+
+
+def _encode_vectors(x: torch.Tensor, coder: PlaneCoder) -> _PlaneCodes:
+    u = (x - coder.mean) * coder.scale
+    is_sound = u.abs() < U_MAX
+    u = torch.where(is_sound, u, 0.0)
+    e = (torch.frexp(u.abs().amax(-1, keepdim=True)).exponent - 1 - Q_EXPONENT).clamp(min=0)
+    n = (torch.round(torch.ldexp(u, -e)).double() @ coder.forward).float() * coder.unit
+    squares = torch.round((n * n).clamp(max=SQUARE_MAX) * SQUARE_UNIT) * (coder.bits > 0)
+    energy = squares.sum(-1, keepdim=True, dtype=torch.float64).float() * coder.counted
+    peak = (n.abs() * coder.inverse_top).amax(-1, keepdim=True) * PEAK_SHARE
+    g = torch.maximum(_square_root(energy), peak).clamp(min=GAIN_MIN)
+    gain = (((g.view(torch.int32) + (1 << 19)) >> 20) + 8 * e - GAIN_LEAST).clamp(0, 255)
+    inverse = 1 / ((gain + GAIN_LEAST - 8 * e) << 20).view(torch.float32)
+    rate, c1, c3, c5 = _curves(x.device)[:, coder.bits]
+    t = (n * inverse * rate).clamp(-1, 1)
+    t2 = t * t
+    steps = 1 << coder.bits
+    codes = torch.floor((t * (c1 + t2 * (c3 + t2 * c5)) + 1) * (steps / 2)).long()
+    codes = torch.minimum(codes.clamp(min=0), steps - 1)
+    return _PlaneCodes(codes, gain.squeeze(-1).to(torch.uint8), ~is_sound.flatten(1).all(-1))
+
+
+def _decode_vectors(codes: torch.Tensor, gains: torch.Tensor, coder: PlaneCoder) -> torch.Tensor:
+    """(heads, T, d) fp32."""
+    g = ((gains.int() + GAIN_LEAST) << 20).view(torch.float32).unsqueeze(-1)
+    return coder.mean + (coder.levels[codes + coder.first] @ coder.inverse) * (coder.back * g)
+
+
+def turned(x: torch.Tensor, frequencies: torch.Tensor, position: int, is_back: bool) -> torch.Tensor:
+    """Take the rotary embedding off (heads, T, dk) fp32, or put it back: pairs (j, j + dk / 2)."""
+    if not frequencies.any():
+        return x
+    turns = [angles(frequencies, torch.arange(x.shape[-2])), angles(frequencies, torch.tensor([position]))]
+    for cosines, sines in reversed(turns) if is_back else turns:
+        a, b = x.chunk(2, -1)
+        left, right, up, down = a * cosines, b * cosines, b * sines, a * sines
+        x = torch.cat([left - up, right + down] if is_back else [left + up, right - down], -1)
+    return x
+
+
+def angles(frequencies: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines, (positions, pairs) fp32 each, on the device of `frequencies` (pairs)."""
+    found = positions.numpy()[:, None] * frequencies.cpu().numpy()
+    cosines, sines = (torch.from_numpy(turn(found).astype(np.float32)) for turn in (np.cos, np.sin))
+    return cosines.to(frequencies.device), sines.to(frequencies.device)
+
+
+@cache
+def _curves(device: torch.device) -> torch.Tensor:
+    """(4, 9) fp32: rate and coefficients, by bits."""
+    return torch.tensor(CURVES, dtype=torch.float32, device=device).T.contiguous()
+
+
+def _pack(codes: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
+    """(heads, T, bytes of a row) uint8. codes: (heads, T, d) int64; widths: (heads, 1, groups)."""
+    widths = widths.long()
+    shifts = torch.arange(GROUP, device=codes.device)
+    words = (codes.view(*codes.shape[:2], -1, GROUP) << (shifts * widths.unsqueeze(-1))).sum(-1)
+    parts = (words.unsqueeze(-1) >> (8 * shifts)) & 255
+    is_there = shifts < widths.squeeze(1).unsqueeze(-1)
+    return torch.stack([part[:, there] for part, there in zip(parts, is_there, strict=True)]).to(torch.uint8)
+
+
+def _unpack(rows: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
+    """(heads, T, d) int64. rows: (heads, T, bytes)."""
+    widths = widths.long()
+    shifts = torch.arange(BITS_MAX, device=rows.device)
+    is_there = shifts < widths.squeeze(1).unsqueeze(-1)
+    parts = torch.zeros(*rows.shape[:2], *is_there.shape[1:], dtype=torch.int64, device=rows.device)
+    for part, row, there in zip(parts, rows, is_there, strict=True):
+        part[:, there] = row.long()
+    words = (parts << (8 * shifts)).sum(-1, keepdim=True)
+    return ((words >> (shifts * widths.unsqueeze(-1))) & ((1 << widths.unsqueeze(-1)) - 1)).flatten(-2)
+
+
+def _square_root(x: torch.Tensor) -> torch.Tensor:
+    """Return the root of fp32, rounded to nearest even. torch's own may be MKL's, which is not on all processors."""
+    return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else torch.sqrt(x)
+
+
+def _raw_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype == torch.float32 else dtype
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """(heads, bytes) of (heads, ...)."""
+    return x.contiguous().flatten(1).view(torch.uint8)
