@@ -13,6 +13,7 @@
 #   doctor       kvtier doctor on both folders                                         15    60
 #   ceilings     copies, storage, KvikIO's reads into the GPU                          50   150
 #   kernels      gather, scatter, checksum                                             60   120
+#   weights      weights from tmpfs by kvtier and others (WHEELS: a folder of theirs)  270   580
 #   tests        tests/kernels, tests/gpu and tests/io, on the device                  90   240
 #   codecs       the codecs' kernels (TUNE: other tilings too)                           90   200
 #   equality     blocks and tokens, CUDA graphs on; of each of MODELS                 150   280 each
@@ -222,6 +223,8 @@ stage() {
         --bytes 1073741824,8589934592 ;;
     kernels)
       TINY="" bench kernels 120 --out "$OUT/kernels.json" ;;
+    weights)
+      bench weights_rate 580 --out "$OUT/weights_rate.json" --folder "$MEMORY/weights" ${WHEELS:+--wheels "$WHEELS"} ;;
     tests)
       (cd "$TREE" && timeout -k 10 240 python3 -m pytest -q -p no:cacheprovider -n 4 --dist loadfile --rootdir "$TREE" \
         tests/kernels tests/gpu tests/io) ;;

@@ -1,0 +1,149 @@
+"""Random bf16 checkpoints with the tensors of real models, and the parameters that an engine copies them into."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+
+ELEMENT_BYTES = 2
+RANDOM_BYTES = 64 << 20  # random bytes, of which each tensor takes others
+WRITERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """A tensor of the checkpoint, and its place: `at` elements into a parameter, which is contiguous."""
+
+    name: str
+    shape: tuple[int, ...]
+    parameter: str
+    at: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShapes:
+    """Sizes of a model. experts: of each layer, 0 for a dense one, whose `inner` is the MLP's."""
+
+    files: int
+    vocabulary: int
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    norms_heads: bool
+    tied: bool
+    experts: int = 0
+
+
+MODELS = {
+    "8b": WeightShapes(4, 128_256, 4096, 14_336, 32, 32, 8, 128, False, False),
+    "0.6b": WeightShapes(1, 151_936, 1024, 3072, 28, 16, 8, 128, True, True),
+    "moe": WeightShapes(5, 151_936, 2048, 768, 16, 32, 4, 128, True, False, 128),
+    "tiny": WeightShapes(2, 512, 64, 96, 2, 4, 2, 16, True, False, 4),
+}
+
+
+def tensors_of(model: WeightShapes) -> list[PlacedTensor]:
+    """Return the tensors in the order of the files, with the fused parameters of vLLM (qkv, gate_up, w13, w2)."""
+    hidden = model.hidden
+    found = [PlacedTensor("model.embed_tokens.weight", (model.vocabulary, hidden), "embed", 0)]
+    for layer in range(model.layers):
+        found += _layer(model, f"model.layers.{layer}.")
+    found.append(PlacedTensor("model.norm.weight", (hidden,), "norm", 0))
+    if not model.tied:
+        found.append(PlacedTensor("lm_head.weight", (model.vocabulary, hidden), "lm_head", 0))
+    return found
+
+
+def _layer(model: WeightShapes, prefix: str) -> Iterator[PlacedTensor]:
+    hidden, inner, attention = model.hidden, model.inner, prefix + "self_attn."
+    yield PlacedTensor(prefix + "input_layernorm.weight", (hidden,), prefix + "norm1", 0)
+    yield PlacedTensor(prefix + "post_attention_layernorm.weight", (hidden,), prefix + "norm2", 0)
+    at = 0
+    for name, heads in (("q_proj", model.heads), ("k_proj", model.kv_heads), ("v_proj", model.kv_heads)):
+        yield PlacedTensor(f"{attention}{name}.weight", (heads * model.head_size, hidden), prefix + "qkv", at)
+        at += heads * model.head_size * hidden
+    yield PlacedTensor(attention + "o_proj.weight", (hidden, model.heads * model.head_size), prefix + "o", 0)
+    if model.norms_heads:
+        for name in ("q_norm", "k_norm"):
+            yield PlacedTensor(f"{attention}{name}.weight", (model.head_size,), prefix + name, 0)
+    if model.experts:
+        yield PlacedTensor(prefix + "mlp.gate.weight", (model.experts, hidden), prefix + "router", 0)
+    for expert in range(max(1, model.experts)):
+        mlp = prefix + (f"mlp.experts.{expert}." if model.experts else "mlp.")
+        size = inner * hidden
+        yield PlacedTensor(mlp + "gate_proj.weight", (inner, hidden), prefix + "w13", 2 * expert * size)
+        yield PlacedTensor(mlp + "up_proj.weight", (inner, hidden), prefix + "w13", (2 * expert + 1) * size)
+        yield PlacedTensor(mlp + "down_proj.weight", (hidden, inner), prefix + "w2", expert * size)
+
+
+def parameters_of(tensors: list[PlacedTensor]) -> dict[str, int]:
+    """Return the elements of each parameter."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        sizes[tensor.parameter] = max(sizes.get(tensor.parameter, 0), tensor.at + tensor.elements)
+    return sizes
+
+
+def make(folder: Path, model: WeightShapes) -> list[Path]:
+    """Write the checkpoint unless it is there. Return its files."""
+    tensors = tensors_of(model)
+    paths = [folder / f"model-{n + 1:05}-of-{model.files:05}.safetensors" for n in range(model.files)]
+    if (folder / "made").exists():
+        return paths
+    folder.mkdir(parents=True, exist_ok=True)
+    values = np.random.default_rng(0).standard_normal(RANDOM_BYTES // 2, np.float32)
+    content = np.tile((values.view(np.uint32) >> 16).astype(np.uint16), 2).tobytes()  # bf16
+    share = sum(tensor.elements for tensor in tensors) / model.files
+    shards: list[list[tuple[int, PlacedTensor]]] = [[] for _ in paths]
+    done = 0
+    for number, tensor in enumerate(tensors):
+        shards[min(model.files - 1, int(done / share))].append((number, tensor))
+        done += tensor.elements
+    with ThreadPoolExecutor(WRITERS) as pool, ExitStack() as stack:
+        jobs = []
+        for path, shard in zip(paths, shards, strict=True):
+            file = stack.enter_context(path.open("wb", buffering=0))
+            for start, end, offset in _pieces(file, shard):
+                jobs.append(pool.submit(os.pwrite, file.fileno(), memoryview(content)[start:end], offset))
+        for job in jobs:
+            job.result()
+    (folder / "made").touch()
+    return paths
+
+
+def _pieces(file: FileIO, shard: list[tuple[int, PlacedTensor]]) -> Iterator[tuple[int, int, int]]:
+    """Write the header of a file. Yield the parts of the random bytes, and their offsets in the file."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for _, tensor in shard:
+        end = at + tensor.elements * ELEMENT_BYTES
+        header[tensor.name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    offset = 8 + len(text)
+    for number, tensor in shard:
+        skip = number * 7_919 * 16 % RANDOM_BYTES
+        left = tensor.elements * ELEMENT_BYTES
+        while left:
+            size = min(left, RANDOM_BYTES)
+            yield skip, skip + size, offset
+            offset, left = offset + size, left - size

@@ -1,0 +1,306 @@
+"""Time of loading weights: kvtier, verified and not, beside other loaders and the machine's ceilings.
+
+    python -m benchmarks.gpu.weights_rate --out OUT/weights_rate.json [--models 8b,0.6b,moe] [--loaders kvtier,...]
+        [--folder /dev/shm/weights] [--wheels FOLDER] [--repetitions 3] [--no-ceilings] [--tiny]
+
+Makes random bf16 checkpoints of the models' dimensions in the folder (8b: 16 GB, 0.6b: 1.2 GB, moe: 16 layers of
+Qwen3-30B-A3B, 21 GB) and reads them once. Then each loader loads each of them in a process of its own, in turns.
+Seconds are those from after the CUDA context was made until the last byte is in parameters that were allocated before,
+as vLLM fuses them, and compared where the loader compares; imports do not count. The sums of all parameters must be
+equal. Host memory: highest resident size over that before the load. --wheels: a folder of wheels that are not
+installed (instanttensor); a loader that cannot be imported is left out. --tiny: on the CPU, to try this script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import report
+from benchmarks.gpu.ceilings import copies as measure_copies
+from benchmarks.gpu.ceilings import read_rate
+from benchmarks.gpu.weights_files import MODELS, PlacedTensor, make, parameters_of, tensors_of
+
+QUESTION = "how long weights take from files into GPU memory"
+LIMIT_S = 120  # of one process
+Place = Callable[[str], Any]
+
+
+# --- loaders: each fills the parameters; what is imported before the yield does not count ---
+
+
+def _kvtier(
+    files: list[Path], tensors: list[PlacedTensor], parameters: dict[str, Any], verify: bool
+) -> Iterator[object]:
+    import numpy as np
+
+    from kvtier.model.safetensors import read_header
+    from kvtier.weights import manifest
+    from kvtier.weights.reader import WeightReader
+
+    yield None
+    numbers = {name: number for number, name in enumerate(parameters)}
+    places = {tensor.name: (numbers[tensor.parameter], 2 * tensor.at) for tensor in tensors}
+    rows = []
+    for file, path in enumerate(files):
+        for name, entry in read_header(path).tensors.items():
+            size = entry.stop - entry.start
+            rows.append((file, entry.start, 1, size, size, *places[name], size))
+    planned_s = time.perf_counter()
+    reader = WeightReader()
+    expected = manifest.of_files(files) if verify else None
+    done = reader.read(files, np.array(rows, np.int64), list(parameters.values()), expected)
+    yield {"planned_s": planned_s, "read_s": done.seconds, "bytes_read": done.bytes_read}
+    reader.close()
+
+
+def _copied(iterate: Iterator[Any], place: Place) -> None:
+    for name, tensor in iterate:
+        place(name).copy_(tensor)
+
+
+def _auto(files: list[Path], place: Place) -> Iterator[object]:
+    from safetensors import safe_open
+
+    yield None
+    for path in files:
+        with safe_open(path, "pt") as file:
+            _copied(((name, file.get_tensor(name)) for name in file.keys()), place)  # noqa: SIM118
+    yield None
+
+
+def _instanttensor(files: list[Path], place: Place) -> Iterator[object]:
+    import instanttensor
+
+    yield None
+    with instanttensor.safe_open(
+        list(map(str, files)), framework="pt", device=0, process_group=None, copy=True
+    ) as file:
+        _copied(file.tensors(), place)
+    yield None
+
+
+def _fastsafetensors(files: list[Path], place: Place) -> Iterator[object]:
+    from fastsafetensors import SingleGroup
+    from fastsafetensors.parallel_loader import ParallelLoader
+
+    yield None
+    loader = ParallelLoader(
+        pg=SingleGroup(), hf_weights_files=list(map(str, files)), queue_size=0, use_tqdm_on_load=False,
+        device="cuda:0", nogds=True,
+    )  # fmt: skip
+    _copied(loader.iterate_weights(), place)
+    yield None
+    loader.close()
+
+
+PEERS = {"instanttensor": _instanttensor, "fastsafetensors": _fastsafetensors, "auto": _auto}
+LOADERS = ("kvtier", "kvtier-verified", *PEERS)
+
+
+# --- one load, in a process of its own ---
+
+
+def load(loader: str, files: list[Path], tensors: list[PlacedTensor], device: str) -> dict[str, Any]:
+    """Load once and return what was measured. Waits for a line of input when all is imported."""
+    import torch
+
+    steps: Iterator[Any]
+    parameters: dict[str, Any] = {}
+    if loader.startswith("kvtier"):
+        steps = _kvtier(files, tensors, parameters, loader == "kvtier-verified")
+    else:
+        by_name = {tensor.name: tensor for tensor in tensors}
+
+        def place(name: str) -> Any:
+            tensor = by_name[name]
+            return parameters[tensor.parameter][tensor.at : tensor.at + tensor.elements].view(tensor.shape)
+
+        steps = PEERS[loader](files, place)
+    next(steps)
+    print("imported", flush=True)
+    sys.stdin.readline()
+    for name, elements in parameters_of(tensors).items():
+        parameters[name] = torch.zeros(elements, dtype=torch.bfloat16, device=device)
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    synchronize()
+    Path("/proc/self/clear_refs").write_text("5")  # the highest resident size counts from here
+    before, cpu_s, start_s = _resident("VmRSS"), time.process_time(), time.perf_counter()
+    more = next(steps) or {}
+    synchronize()
+    found = {"seconds": time.perf_counter() - start_s, "cpu_s": time.process_time() - cpu_s}
+    found["host_bytes"] = _resident("VmHWM") - before
+    if "planned_s" in more:
+        more["planned_s"] -= start_s
+    found["sums"] = [int(value.view(torch.int64).sum()) for value in parameters.values()]
+    next(steps, None)
+    return found | more
+
+
+def _resident(field: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition(f"{field}:")[2].split()[0])
+
+
+def child(options: argparse.Namespace) -> int:
+    model = MODELS[options.models]
+    files = make(options.folder, model)
+    try:
+        found = load(options.child, files, tensors_of(model), "cpu" if options.tiny else "cuda")
+    except ImportError as error:
+        found = {"skipped": str(error)}
+    print(json.dumps(found), flush=True)
+    return 0
+
+
+# --- the parent ---
+
+
+class WaitingLoader:
+    """A loader that has imported what it needs and waits. Loaders of a turn import at the same time."""
+
+    def __init__(self, options: argparse.Namespace, loader: str, model: str, folder: Path, path: str) -> None:
+        command = [sys.executable, "-m", "benchmarks.gpu.weights_rate", "--child", loader, "--models", model]
+        command += ["--folder", str(folder), "--out", str(options.out), *(["--tiny"] if options.tiny else [])]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": path},
+        )  # fmt: skip
+
+    def run(self) -> dict[str, Any]:
+        try:
+            output, errors = self._process.communicate("go\n", timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+            return {"failed": f"no end after {LIMIT_S} s"}
+        lines = [line for line in output.splitlines() if line.startswith("{")]
+        if self._process.returncode or not lines:
+            return {"failed": errors[-2000:]}
+        return dict(json.loads(lines[-1]))
+
+
+def measure(
+    options: argparse.Namespace, model: str, folder: Path, loaders: list[str]
+) -> dict[str, list[dict[str, Any]]]:
+    """Run all loaders in turns. Return the runs of each."""
+    found: dict[str, list[dict[str, Any]]] = {loader: [] for loader in loaders}
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), *_unpacked(options.wheels))))
+    for turn in range(options.repetitions):
+        order = loaders[turn % len(loaders) :] + loaders[: turn % len(loaders)]
+        waiting = [
+            (loader, WaitingLoader(options, loader, model, folder, path)) for loader in order if _goes_on(found[loader])
+        ]
+        for loader, process in waiting:
+            run = process.run()
+            found[loader].append(run)
+            for reason in ("skipped", "failed"):
+                if reason in run:
+                    print(f"{model} {loader} {reason}: {run[reason]}", flush=True)
+    return found
+
+
+def _goes_on(runs: list[dict[str, Any]]) -> bool:
+    return not any("skipped" in run or "failed" in run for run in runs)
+
+
+def _unpacked(wheels: Path | None) -> list[str]:
+    if wheels is None:
+        return []
+    target = Path(tempfile.gettempdir(), "kvtier-bench-wheels")
+    for wheel in sorted(wheels.glob("*.whl")):
+        if not (target / wheel.name).exists():
+            zipfile.ZipFile(wheel).extractall(target)
+            (target / wheel.name).touch()
+    return [str(target)]
+
+
+def ceilings(files: list[Path], tiny: bool) -> dict[str, float]:
+    found = {"read_bytes_s": read_rate(max(files, key=lambda path: path.stat().st_size), repeats=3)}
+    return found if tiny else measure_copies() | found
+
+
+def rows_of(model: str, runs: dict[str, list[dict[str, Any]]], n_bytes: int) -> Iterator[list[object]]:
+    best = {name: [run for run in found if "seconds" in run] for name, found in runs.items()}
+    times = {name: median(run["seconds"] for run in found) for name, found in best.items() if found}
+    sums = [run["sums"] for found in best.values() for run in found]
+    ours = times.get("kvtier-verified", times.get("kvtier", 0.0))
+    for name, seconds in times.items():
+        spread = sorted(run["seconds"] for run in best[name])
+        yield [
+            model, name, f"{seconds:.3f}", f"{spread[0]:.3f}-{spread[-1]:.3f}", f"{n_bytes / seconds / 1e9:.1f}",
+            f"{seconds / ours:.2f}" if ours else "-", f"{median(run['cpu_s'] for run in best[name]):.1f}",
+            f"{max(run['host_bytes'] for run in best[name]) / 2**20:,.0f}",
+            "equal" if all(run["sums"] == sums[0] for run in best[name]) else "DIFFER",
+        ]  # fmt: skip
+
+
+def run_all(options: argparse.Namespace) -> int:
+    from kvtier.weights import manifest
+    from kvtier.weights.reader import WeightReader
+
+    models = ["tiny"] if options.tiny else options.models.split(",")
+    loaders = [name for name in options.loaders.split(",") if not options.tiny or name.startswith(("kvtier", "auto"))]
+    content: dict[str, Any] = {"models": {}}
+    rows: list[list[object]] = []
+    for model in models:
+        folder = options.folder / model
+        start_s = time.perf_counter()
+        files = make(folder, MODELS[model])
+        made_s = time.perf_counter()
+        with WeightReader() as reader:
+            manifest.write(folder, files, reader)
+        print(
+            f"{model}: made in {made_s - start_s:.1f} s, read once in {time.perf_counter() - made_s:.1f} s", flush=True
+        )
+        if "ceilings" not in content and options.ceilings:
+            content["ceilings"] = ceilings(files, options.tiny)
+        n_bytes = sum(path.stat().st_size for path in files)
+        runs = measure(options, model, folder, loaders)
+        model_rows = list(rows_of(model, runs, n_bytes))
+        content["models"][model] = {"bytes": n_bytes, "tensors": len(tensors_of(MODELS[model])), "runs": runs}
+        rows += model_rows
+        report.table(COLUMNS, model_rows)
+        if not options.keep:
+            shutil.rmtree(folder)
+    for each in content["models"].values():
+        for run in (run for found in each["runs"].values() for run in found):
+            run.pop("sums", None)
+    report.write(options.out, QUESTION, content, "instanttensor", "fastsafetensors", "safetensors")
+    print(*(f"{name} {value / 1e9:.1f} GB/s" for name, value in content.get("ceilings", {}).items()), sep=", ")
+    report.table(COLUMNS, rows)
+    return int(any("DIFFER" in row for row in rows) or not rows)
+
+
+COLUMNS = ("model", "loader", "s", "min-max", "GB/s", "x kvtier", "CPU s", "host MiB", "sums")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.weights_rate", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--models", default="8b,0.6b,moe", help="separated by commas")
+    parser.add_argument("--loaders", default=",".join(LOADERS), help="separated by commas")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/weights"), help="of the checkpoints")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to import loaders from")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--no-ceilings", dest="ceilings", action="store_false")
+    parser.add_argument("--keep", action="store_true", help="keep the checkpoints for the next run")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    return child(options) if options.child else run_all(options)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
