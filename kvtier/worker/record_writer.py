@@ -433,7 +433,7 @@ class RecordWriter:
         """Forget all chunks but for those that are being written, which are answered. The pool returns the others."""
         self.ready.clear()
         for batch in list(self._batches):
-            if batch.io is not None and not batch.io.wait(0):
+            if batch.io is not None:  # even if it has ended: the loop takes no more results
                 self._abandon(batch)
             else:
                 batch.state = SaveState.HUNG

@@ -19,6 +19,7 @@ from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveOutcome
 from kvtier.storage.root import find_root
 from kvtier.storage.segments import SegmentFiles, segment_name
+from kvtier.worker.record_writer import RecordWriter
 from tests.support.rig import Engine
 from tests.waiting import wait_until
 
@@ -321,6 +322,30 @@ def test_saving_rests_while_the_index_is_away(tmp_path: Path, monkeypatch: pytes
     assert [done.outcome for done in engine.save(TOKENS[:64], BLOCKS[:4])] == [SaveOutcome.FAILED]
     engine.store._resume_at_s = 0.0  # it plans on
     assert [done.outcome for done in engine.save(TOKENS[64:], BLOCKS[4:])] == 4 * [SaveOutcome.RESTING]
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_writes_that_had_ended_at_a_fault_of_the_loop_keep_it_from_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seed 10563 of the simulation: the loop looked for them for ever."""
+    engine = Engine(tmp_path)
+    saver = engine.transfers[0]._saver
+    broken = iter([True])
+
+    def fail_once(self: RecordWriter) -> bool:
+        if self.under_way() is not None and self.under_way().wait(5.0) and next(broken, False):
+            raise RuntimeError("a bug")
+        return take_io(self)
+
+    take_io = RecordWriter._take_io
+    monkeypatch.setattr(RecordWriter, "_take_io", fail_once)
+    assert [done.outcome for done in engine.save(TOKENS[:64], BLOCKS[:4])] == [SaveOutcome.FAILED]
+    wait_until(lambda: not saver._loop._is_running and not saver.is_polled())
+    wait_until(lambda: saver.n_gathered == 0)
+    saver.writer.disk.worked()
+    assert [done.outcome for done in engine.save(TOKENS, BLOCKS)] == 5 * [SaveOutcome.SAVED]
     engine.close()
 
 
