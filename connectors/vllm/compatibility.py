@@ -54,6 +54,7 @@ READ_FROM_THE_FOLDER = frozenset(
         "gguf",
         "hf",
         "instanttensor",
+        "kvtier",
         "mistral",
         "pt",
         "runai_streamer",

@@ -1,4 +1,5 @@
-"""Plugin of vLLM (entry point group `vllm.general_plugins`): the connector by its name, and by KVTIER_ROOT alone.
+"""Plugin of vLLM (entry point group `vllm.general_plugins`): the connector by its name, and by KVTIER_ROOT alone; and
+the load format for weights.
 
     KVTIER_ROOT=/nvme/kv vllm serve MODEL
 
@@ -11,9 +12,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from contextlib import suppress
 from functools import partial, wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from kvtier.config.kv_transfer import CONNECTOR, MODULE, POLICY
@@ -21,14 +27,18 @@ from kvtier.config.kv_transfer import CONNECTOR, MODULE, POLICY
 log = logging.getLogger("kvtier")
 
 ROOT_VARIABLE = "KVTIER_ROOT"
+LOAD_FORMAT = "kvtier"
+LOADERS = "vllm.model_executor.model_loader"  # module with the register of load formats
 CAPACITY_SHARE = 0.8  # default of capacity_bytes, fraction of the space that is free or taken by the root's segments
 CAPACITY_UNIT = 1 << 30  # the default capacity is rounded down to a multiple of this, bytes
 MARK = "_is_supplied_by_kvtier"  # attribute of the wrapped create_engine_config
 
 
 def register() -> None:
-    """Register the connector's name. Supply its configuration to engines that have none, if KVTIER_ROOT is set."""
+    """Register the names of connector and load format. Supply the connector's configuration to engines that have none,
+    if KVTIER_ROOT is set."""
     register_connector()
+    register_load_format()
     if os.environ.get(ROOT_VARIABLE):
         _supply_configuration()
 
@@ -39,6 +49,43 @@ def register_connector() -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
+
+
+def register_load_format() -> None:
+    """Make `--load-format kvtier` known, at once or when vLLM imports its loaders: that takes seconds, and front ends
+    never do."""
+    module = sys.modules.get(LOADERS)
+    if module is not None:
+        _add_loader(module)
+    elif not any(isinstance(finder, _LoadersImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _LoadersImport())
+
+
+class _LoadersImport(MetaPathFinder):
+    """Import of vLLM's loaders: adds ours when their module has run."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != LOADERS:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_and_add(module: ModuleType) -> None:
+            run(module)
+            _add_loader(module)
+
+        spec.loader.exec_module = run_and_add  # type: ignore[method-assign]
+        return spec
+
+
+def _add_loader(module: Any) -> None:
+    if LOAD_FORMAT not in module._LOAD_FORMAT_TO_MODEL_LOADER:  # a second time is logged as a mistake
+        from kvtier.connectors.vllm.weights_loader import KvtierModelLoader
+
+        module.register_model_loader(LOAD_FORMAT)(KvtierModelLoader)
 
 
 def _supply_configuration() -> None:

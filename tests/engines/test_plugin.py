@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,24 @@ def run(model: Path, output: Path, python: Path, root: Path) -> dict[str, Any]:
 def test_the_plugin_is_installed() -> None:
     (found,) = (each for each in entry_points(group="vllm.general_plugins") if each.name == "kvtier")
     assert found.load() is plugin.register
+
+
+def test_the_load_format_is_known_once_vllm_imports_its_loaders() -> None:
+    """And no sooner: front ends never import them."""
+    script = """if True:
+        import sys
+        from kvtier.connectors.vllm import plugin
+        plugin.register_load_format()
+        plugin.register_load_format()
+        assert plugin.LOADERS not in sys.modules
+        from vllm.model_executor.model_loader import get_model_loader
+        from vllm.config import LoadConfig
+        print(type(get_model_loader(LoadConfig(load_format="kvtier"))).__name__)
+    """
+    environment = dict(os.environ) | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    argv = [sys.executable, "-c", script]
+    ended = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert ended.stdout.strip() == "KvtierModelLoader", ended.stderr[-3000:]
 
 
 def test_0_27_takes_the_connector_by_the_root_alone(lab: Any, older_python: Path, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def test_an_engine_that_only_saves_may_return_routed_experts() -> None:
 
 def test_what_passes() -> None:
     """Formats that read the folder; weights that no file tells, with a model tag; dtypes that are moved."""
-    for load_format in ("safetensors", "fastsafetensors", "pt", "sharded_state", "runai_streamer"):
+    for load_format in ("safetensors", "fastsafetensors", "pt", "sharded_state", "runai_streamer", "kvtier"):
         compatibility.check_engine(engine(load__load_format=load_format), settings())
     untold = ({"load__load_format": "dummy"}, {"load__load_format": "tensorizer"}, {"model__hf_overrides": rewrite})
     for changes in untold:

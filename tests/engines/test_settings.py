@@ -119,6 +119,7 @@ PLAIN = [
         model_config=SimpleNamespace(model="m", dtype=torch.bfloat16), load_config=SimpleNamespace()
     ),
     engine(model__model_impl="vllm"),
+    engine(load__load_format="kvtier"),
     multimodal(),
     multimodal(mm_processor_kwargs={"device": "cpu"}, video_pruning_rate=0.0),
     lora(),

@@ -1,0 +1,212 @@
+"""`--load-format kvtier`: weights of safetensors files, or of prepared shards, straight into the parameters.
+
+vLLM's own weight loaders are recorded once on tensors without data (`weights_trace`); the plan that results is carried
+out by the ring. Where that is not possible, vLLM's own loader does it, and a line of the log says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.weight_utils import _natural_sort_key
+
+from kvtier.connectors.faults import Faults, contains_faults
+from kvtier.connectors.vllm.platform import join_log
+from kvtier.connectors.vllm.weights_key import key_of
+from kvtier.connectors.vllm.weights_trace import LoadTrace, TraceRefused
+from kvtier.errors import ConfigError
+from kvtier.model.safetensors import read_header
+from kvtier.runtime.units import size
+from kvtier.weights.manifest import of_files
+from kvtier.weights.plan import PlanMismatch, WeightPlan
+from kvtier.weights.plan_cache import PlanCache
+from kvtier.weights.reader import WeightReader
+
+log = logging.getLogger("kvtier")
+
+EXTRA = "model_loader_extra_config"
+PLANS = Path(f"/var/tmp/kvtier-{os.getuid()}/plans")
+OF_VLLM = ("enable_weights_track",)  # keys of vLLM's default loader that mean something here
+READ_AS_TENSORS = ("bitsandbytes", "gguf", "torchao")  # quantizations whose loaders need values
+
+
+class KvtierModelLoader(DefaultModelLoader):
+    """vLLM's default loader, whose bytes go from the files into the parameters by a plan.
+
+    Keys of model_loader_extra_config: plan_cache (folder of stored plans, or false), enable_weights_track.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        join_log()
+        extra = dict(load_config.model_loader_extra_config or {})
+        self._cache = _plan_cache(extra.pop("plan_cache", True))
+        unknown = sorted(set(extra) - set(OF_VLLM))
+        if unknown:
+            fix = f"load format kvtier takes plan_cache and {OF_VLLM[0]} only; leave out {', '.join(unknown)}"
+            raise ConfigError(EXTRA, load_config.model_loader_extra_config, fix)
+        # The configuration is shared with other loaders. With "auto" the same files are chosen as without kvtier.
+        super().__init__(dataclasses.replace(load_config, load_format="auto", model_loader_extra_config=extra))
+        self._faults = Faults()
+        self._files: list[Path] | None = None  # while they are collected
+        self._trace: LoadTrace | None = None  # while loaders are recorded
+        self._why = ""
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Fill the parameters. Return when all bytes have landed. Raises WeightsUnreadable, Corrupt."""
+        self._why = _reason_for_tensors(model, model_config)
+        if not self._why:
+            files = self._collect(model, model_config)
+        if not self._why:
+            with WeightReader() as reader:
+                self._load(model, model_config, files, reader)
+        if self._why:
+            log.info("weights are loaded by vLLM's own loader: %s", self._why)
+            super().load_weights(model, model_config)
+
+    def _collect(self, model: torch.nn.Module, model_config: Any) -> list[Path]:
+        """Return the checkpoint's files in the order in which vLLM reads them."""
+        self._files = []
+        try:
+            for _ in self.get_all_weights(model_config, model):
+                raise AssertionError("tensors while files are collected")
+            return self._files
+        finally:
+            self._files = None
+
+    def _load(self, model: torch.nn.Module, model_config: Any, files: list[Path], reader: WeightReader) -> None:
+        """Load by a stored plan or a new one. Set the reason where real tensors are needed."""
+        start_s = time.perf_counter()
+        key = key_of(model, model_config, files)
+        plan = self._cache.get(key, files) if self._cache else None
+        tensors, origin = _bound(plan, model), "from the cache"
+        if plan is None or tensors is None:
+            origin = "traced"
+            trace = LoadTrace({file: read_header(file) for file in files}, everything(model), reader)
+            plan, tensors = self._record(model, model_config, trace), trace.tensors
+        if plan is None:
+            self._why = self._why or "its loaders cannot be recorded"
+            return
+        planned_s = time.perf_counter()
+        expected = of_files(files)
+        plan.load(reader, tensors, expected)
+        end_s = time.perf_counter()
+        if self._cache and origin == "traced" and plan.is_replayable:
+            self._cache.put(key, plan)
+        n_bytes = plan.n_bytes + plan.materialized_bytes
+        log.info(
+            "loading weights took %.3f seconds: %s at %.2f GB/s, %s, plan %s in %.3f seconds, %s materialized",
+            end_s - start_s,
+            size(n_bytes),
+            n_bytes / (end_s - start_s) / 1e9,
+            "verified" if expected else "no checksums to verify",
+            origin,
+            planned_s - start_s,
+            size(plan.materialized_bytes),
+        )
+
+    @contains_faults("recording the weight loaders")
+    def _record(self, model: torch.nn.Module, model_config: Any, trace: LoadTrace) -> WeightPlan | None:
+        """Run vLLM's weight loaders on tensors without data. Return the plan; None where they cannot be followed."""
+        before, self._trace = _state(model), trace
+        try:
+            with trace:
+                loaded = model.load_weights(self.get_all_weights(model_config, model))  # type: ignore[operator]
+            self._track(model, model_config, loaded)
+            if any(tensor.is_meta for _, tensor in everything(model)):
+                raise TraceRefused("a loader put a tensor of the checkpoint itself into the model")
+            plan = trace.plan()
+        except TraceRefused as fault:
+            self._why = str(fault)
+            return None
+        finally:
+            self._trace = None
+        # Repeated from the cache, the plan would leave out what loaders did to the model itself.
+        return plan if _state(model) == before else dataclasses.replace(plan, is_replayable=False)
+
+    def _track(self, model: torch.nn.Module, model_config: Any, loaded: set[str] | None) -> None:
+        """Check that no parameter was left out, where vLLM does. Raises ValueError."""
+        is_quantized = model_config.quantization is not None
+        is_wanted = self.enable_weights_track
+        if is_wanted or (is_wanted is None and not is_quantized and loaded is not None):
+            takes = inspect.signature(self.track_weights_loading).parameters
+            self.track_weights_loading(model, loaded, **({"quantized": is_quantized} if "quantized" in takes else {}))
+
+    def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._files is None and self._trace is None:
+            return super()._get_weights_iterator(source)  # type: ignore[no-any-return]
+        return self._lazily(source)
+
+    def _lazily(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        _, names, is_safetensors = self._prepare_weights(
+            source.model_or_path,
+            source.subfolder,
+            source.revision,
+            source.fall_back_to_pt,
+            source.allow_patterns_overrides,
+        )[:3]
+        files = [Path(os.path.abspath(name)) for name in sorted(names, key=_natural_sort_key)]
+        if self._files is not None:
+            self._why = self._why or ("" if is_safetensors else "its files are not safetensors")
+            self._files += files
+            return
+        assert self._trace is not None
+        for file in files:
+            for name, tensor in self._trace.checkpoint(file):
+                yield source.prefix + name, tensor
+
+
+def everything(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all parameters and buffers by all their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _plan_cache(value: object) -> PlanCache | None:
+    if value is False:
+        return None
+    if value is True:
+        return PlanCache(PLANS)
+    if isinstance(value, str) and os.path.isabs(value):
+        return PlanCache(Path(value))
+    raise ConfigError(EXTRA, {"plan_cache": value}, "plan_cache is an absolute path, or false for none")
+
+
+def _reason_for_tensors(model: torch.nn.Module, model_config: Any) -> str:
+    """Return why this model needs the checkpoint's real tensors; "" if it does not."""
+    quantization = str(model_config.quantization)
+    if quantization in READ_AS_TENSORS:
+        return f"{quantization} computes with them"
+    if any(getattr(getattr(module, "quant_method", None), "uses_meta_device", False) for module in model.modules()):
+        return "it is quantized while it is loaded"
+    if any(tensor.is_meta for tensor in model.parameters()):
+        return "some of its parameters have no memory yet"
+    return ""
+
+
+def _bound(plan: WeightPlan | None, model: torch.nn.Module) -> list[torch.Tensor] | None:
+    try:
+        return None if plan is None else plan.bind(everything(model))
+    except PlanMismatch as fault:
+        log.warning("the stored plan is not used: %s", fault)
+        return None
+
+
+def _state(model: torch.nn.Module) -> dict[tuple[str, str], object]:
+    """Return what a loader may leave in a model beside bytes: plain attributes, and which memory each parameter has."""
+    found: dict[tuple[str, str], object] = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if value is None or isinstance(value, bool | int | float | str):
+                found[name, key] = value
+    for name, tensor in everything(model):
+        found[name, ""] = (tensor.untyped_storage()._cdata, tuple(tensor.shape))
+    return found

@@ -1,0 +1,160 @@
+"""Plan of a load: the byte ranges of checkpoint files that go into an engine's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtier.errors import KVTierError
+from kvtier.weights.copies import ROW_BYTES, ROWS, Table, contiguous, pack
+from kvtier.weights.reader import Sums, WeightReader, extent
+
+
+class PlanMismatch(KVTierError):
+    """A plan was made for other parameters than these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter or buffer: its name, shape, strides in elements, and torch's name of its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> Parameter:
+        return cls(name, tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Elements of a file or a target: its number, byte offset of the first element, shape, strides in elements."""
+
+    number: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """An assignment that is no copy of bytes: the dtypes differ, or single elements would be copied."""
+
+    source: Elements
+    target: Elements
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A part of a target that gets one value, as rows of a vocabulary that only pad it."""
+
+    target: Elements
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """A whole load. No two copies or conversions write the same byte, so their order is free; fills come first.
+
+    materialized_bytes: bytes that the recording read at once, because loaders computed with them. They are in the
+    parameters already: a plan with `is_replayable` False loads nothing complete by itself.
+    """
+
+    files: tuple[Path, ...]
+    targets: tuple[Parameter, ...]
+    copies: Table
+    conversions: tuple[Conversion, ...] = ()
+    fills: tuple[Fill, ...] = ()
+    materialized_bytes: int = 0
+    is_replayable: bool = True
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of checkpoint files that end in parameters."""
+        converted = sum(_source_bytes(conversion.source) for conversion in self.conversions)
+        return int((self.copies[:, ROWS] * self.copies[:, ROW_BYTES]).sum()) + converted
+
+    def bind(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """Return the tensor of each target. Raises PlanMismatch if one is missing or laid out in another way."""
+        by_name = dict(tensors)
+        found = []
+        for target in self.targets:
+            tensor = by_name.get(target.name)
+            if tensor is None:
+                raise PlanMismatch(f"the model has no parameter {target.name}")
+            if (here := Parameter.of(target.name, tensor)) != target:
+                raise PlanMismatch(f"parameter {target.name}: planned as {target}, but it is {here}")
+            found.append(tensor)
+        return found
+
+    def load(
+        self, reader: WeightReader, tensors: Sequence[torch.Tensor], expected: Mapping[Path, Sums] | None = None
+    ) -> None:
+        """Fill the targets' tensors. Return when all bytes have landed. expected and errors: as WeightReader.read."""
+        for fill in self.fills:
+            _part_of(tensors[fill.target.number], fill.target).fill_(fill.value)
+        reader.read(self.files, self.copies, tensors, expected)
+        for conversion in self.conversions:
+            convert(reader, self.files, conversion, tensors[conversion.target.number])
+
+
+def convert(reader: WeightReader, files: Sequence[Path], conversion: Conversion, target: torch.Tensor) -> None:
+    """Read the source on the host and assign it to its part of the target."""
+    source = conversion.source
+    _part_of(target, conversion.target).copy_(read_view(reader, files[source.number], source))
+
+
+def _part_of(target: torch.Tensor, view: Elements) -> torch.Tensor:
+    return tensor_at(target, first_byte(target) + view.offset, view)
+
+
+def read_view(reader: WeightReader, path: Path, view: Elements) -> torch.Tensor:
+    """Read the elements of a file that a view covers, and those between them, into a new tensor on the host."""
+    n_bytes = _source_bytes(view)
+    raw = torch.empty(n_bytes, dtype=torch.uint8)
+    if n_bytes:
+        reader.read([path], pack([contiguous(0, view.offset, n_bytes, 0)]), [raw])
+    return tensor_at(raw, 0, view)
+
+
+def tensor_at(owner: torch.Tensor, first_byte: int, view: Elements) -> torch.Tensor:
+    """Return `view` as a tensor in the storage of `owner`, with its first element at `first_byte` of the storage."""
+    dtype: torch.dtype = getattr(torch, view.dtype)
+    made = torch.empty(0, dtype=dtype, device=owner.device)
+    made.set_(owner.untyped_storage(), first_byte // dtype.itemsize, view.shape, view.strides)
+    return made
+
+
+def first_byte(tensor: torch.Tensor) -> int:
+    """Return the offset of a tensor's first element in its storage, in bytes."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype, as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def byte_strides(tensor: torch.Tensor) -> list[int]:
+    """Return the strides of a tensor in bytes."""
+    return [stride * tensor.element_size() for stride in tensor.stride()]
+
+
+def _source_bytes(view: Elements) -> int:
+    if 0 in view.shape:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
+    dtype: Any = getattr(torch, view.dtype)
+    return int((last + 1) * dtype.itemsize)
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor from its first element to the end of its last."""
+    return extent(tensor)

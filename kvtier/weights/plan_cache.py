@@ -1,0 +1,108 @@
+"""Plan files: a recorded plan as bytes, and the folder in which plans are kept for the next start.
+
+    magic (8 bytes)   size of the body (u64)   body   blake3 of the body (32 bytes)
+
+The body is the size of a JSON text (u32), the text with all but the copies, and the copies as rows of 8 numbers (i64,
+in the order of Copy's fields). Numbers are little endian.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from kvtier.errors import Corrupt
+from kvtier.format.namespace import canonical_text
+from kvtier.storage.atomic_files import replace_small
+from kvtier.weights.copies import FIELDS
+from kvtier.weights.copies import pack as pack_copies
+from kvtier.weights.plan import Conversion, Elements, Fill, Parameter, WeightPlan
+
+log = logging.getLogger("kvtier")
+
+MAGIC = b"KVTWPLN1"
+NONE = pack_copies([])
+PLAN_BYTES_MAX = 1 << 30  # longest plan file that is read, bytes
+
+
+def plan_key(facts: object) -> str:
+    """Return the name of a plan: a hash of everything that decides what a load copies. facts: as JSON."""
+    return blake3(canonical_text(facts).encode()).hexdigest()
+
+
+def pack(plan: WeightPlan, key: str) -> bytes:
+    """Return the content of a plan file."""
+    rest = asdict(replace(plan, copies=NONE, files=())) | {"key": key, "files": len(plan.files)}
+    del rest["copies"]
+    text = json.dumps(rest).encode()
+    body = struct.pack("<I", len(text)) + text + plan.copies.astype("<i8").tobytes()
+    return MAGIC + struct.pack("<Q", len(body)) + body + blake3(body).digest()
+
+
+def unpack(content: bytes, key: str, files: Sequence[Path]) -> WeightPlan:
+    """Return the plan of a plan file for these checkpoint files. Raises Corrupt."""
+    (size,) = struct.unpack_from("<Q", content, len(MAGIC)) if len(content) >= 48 else (0,)
+    body = content[16:-32]
+    if not content.startswith(MAGIC) or size != len(body) or blake3(body).digest() != content[-32:]:
+        raise Corrupt("it is not a whole plan file")
+    (text_bytes,) = struct.unpack_from("<I", body)
+    rest = json.loads(body[4 : 4 + text_bytes])
+    if rest["key"] != key or rest["files"] != len(files):
+        raise Corrupt("it is the plan of another load")
+    rows = np.frombuffer(body, dtype="<i8", offset=4 + text_bytes).reshape(-1, len(FIELDS))
+    return WeightPlan(
+        files=tuple(files),
+        targets=tuple(
+            Parameter(t["name"], tuple(t["shape"]), tuple(t["strides"]), t["dtype"]) for t in rest["targets"]
+        ),
+        copies=rows.astype(np.int64),
+        conversions=tuple(Conversion(_view(c["source"]), _view(c["target"])) for c in rest["conversions"]),
+        fills=tuple(Fill(_view(fill["target"]), fill["value"]) for fill in rest["fills"]),
+    )
+
+
+class PlanCache:
+    """Folder of plan files, one for each key. Failures cost a new recording and nothing else."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def get(self, key: str, files: Sequence[Path]) -> WeightPlan | None:
+        """Return a plan that this user stored; None if there is none, or a damaged one, which is logged."""
+        path = self._path(key)
+        try:
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_uid != os.getuid() or status.st_size > PLAN_BYTES_MAX:
+                    raise Corrupt("it is of another user, or too long")
+                return unpack(file.read(), key, files)
+        except FileNotFoundError:
+            return None
+        except (OSError, Corrupt) as error:
+            log.warning("the stored plan %s is not used: %s", path, error)
+            return None
+
+    def put(self, key: str, plan: WeightPlan) -> None:
+        """Store a plan."""
+        try:
+            for folder in (self._folder.parent, self._folder):  # parents made by mkdir get the mode of the umask
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_small(self._path(key), pack(plan, key))
+        except OSError as error:
+            log.info("cannot keep the plan in %s: %s", self._folder, error)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key}.plan"
+
+
+def _view(value: dict[str, Any]) -> Elements:
+    return Elements(value["number"], value["offset"], tuple(value["shape"]), tuple(value["strides"]), value["dtype"])
