@@ -6,8 +6,8 @@ import errno
 import mmap
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ Sums = npt.NDArray[np.uint64]  # of a file, one a block of ranges.BLOCK_BYTES
 BUFFERED_SHARE = 0.8  # of a file in the page cache, from which on it is read through it
 STALL_S = 120.0  # longest time without any new byte, seconds
 
+CHANGED = "the file was changed while it was read; load again"
 _CANNOT_READ = "it cannot be read: {}"
 
 
@@ -92,7 +93,7 @@ class WeightReader:
 
         Raises as `read`.
         """
-        sizes = [_size_of(path) for path in files]
+        sizes = [_identity_of(path)[2] for path in files]
         found = {path: np.zeros(n_blocks(size), np.uint64) for path, size in zip(files, sizes, strict=True)}
         copies = [contiguous(number, 0, size, 0) for number, size in enumerate(sizes) if size]
         nowhere = np.zeros(1, ranges.TARGET)
@@ -108,20 +109,19 @@ class WeightReader:
         sums: Mapping[Path, Sums],
     ) -> ReadReport:
         start_s = time.monotonic()
-        with ExitStack() as stack:
+        with unchanged(files) as identities, ExitStack() as stack:
             opened = [_open(path, stack) for path in files]
-            before = [_identity(descriptor) for descriptor, _ in opened]
             rows = []
-            for path, (descriptor, _), (*_, size, _) in zip(files, opened, before, strict=True):
+            for path, (descriptor, _), identity in zip(files, opened, identities, strict=True):
+                if _identity(descriptor) != identity:
+                    raise WeightsUnreadable(path, None, CHANGED)
+                size = identity[2]
                 if path in sums and len(sums[path]) != n_blocks(size):
                     raise WeightsUnreadable(path, None, f"it has {size} bytes, which is not the size in the manifest")
                 rows.append((descriptor, size, sums[path].ctypes.data if path in sums else 0))
             described = np.array(rows, ranges.FILE)
             table = np.ascontiguousarray(table)
             result = reader.read(described, table, places, stall_s=self._stall_s, progress=self._progress)
-            for path, (descriptor, _), identity in zip(files, opened, before, strict=True):
-                if _identity(descriptor) != identity or _identity_of(path) != identity:
-                    raise WeightsUnreadable(path, None, "the file was changed while it was read; load again")
         if result.failure is not None:
             raise self._error(files, result.failure)
         n_direct = sum(is_direct for _, is_direct in opened)
@@ -209,6 +209,16 @@ def _open_direct(path: Path) -> int | None:
             return None
 
 
+@contextmanager
+def unchanged(files: Sequence[Path]) -> Iterator[list[tuple[int, ...]]]:
+    """Raise WeightsUnreadable at the end if a file was changed or replaced. Yield device, inode, size, mtime_ns."""
+    before = [_identity_of(path) for path in files]
+    yield before
+    for path, identity in zip(files, before, strict=True):
+        if _identity_of(path) != identity:
+            raise WeightsUnreadable(path, None, CHANGED)
+
+
 def n_blocks(file_bytes: int) -> int:
     """Return the number of checksums of a file."""
     return -(-file_bytes // ranges.BLOCK_BYTES)
@@ -224,20 +234,13 @@ def damage(path: Path, block: int) -> WeightsDamaged:
     return WeightsDamaged(path, start, names)
 
 
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise WeightsUnreadable(path, None, f"it cannot be opened: {error.strerror}") from error
-
-
 def _identity(where: int | Path) -> tuple[int, ...]:
     status = os.stat(where)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _identity_of(path: Path) -> tuple[int, ...] | None:
+def _identity_of(path: Path) -> tuple[int, ...]:
     try:
         return _identity(path)
-    except OSError:
-        return None
+    except OSError as error:
+        raise WeightsUnreadable(path, None, f"it cannot be opened: {error.strerror}") from error

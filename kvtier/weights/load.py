@@ -1,0 +1,94 @@
+"""Whole files as tensors: packs tensors into few buffers, reads the files into them, and returns views."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from kvtier.errors import Corrupt, WeightsUnreadable
+from kvtier.model.safetensors import TensorEntry, read_header
+from kvtier.weights import manifest
+from kvtier.weights.copies import Copy, contiguous
+from kvtier.weights.dtypes import TORCH_DTYPES
+from kvtier.weights.reader import WeightReader, unchanged
+
+BUFFER_BYTES = 1 << 30  # of a buffer, unless a tensor is larger; one allocation a tensor would take a GPU longer
+ALIGN_BYTES = 256  # of each tensor: kernels load vectors, and the checksum of a slab needs 16
+
+
+class _Layout:
+    """Places of tensors in buffers, in the order of the files."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.copies: list[Copy] = []
+        self.places: dict[str, tuple[int, int, TensorEntry]] = {}
+
+    def add(self, file: int, name: str, entry: TensorEntry) -> None:
+        start = -(-self.sizes[-1] // ALIGN_BYTES) * ALIGN_BYTES if self.sizes else 0
+        if not self.sizes or start + entry.n_bytes > BUFFER_BYTES:
+            self.sizes.append(0)
+            start = 0
+        number = len(self.sizes) - 1
+        self.sizes[number] = start + entry.n_bytes
+        self.places[name] = (number, start, entry)
+        if entry.n_bytes:
+            self.copies.append(contiguous(file, entry.start, entry.n_bytes, number, start))
+
+
+def load(
+    filenames: Iterable[str | os.PathLike[str]],
+    device: str | int | torch.device,
+    progress: Callable[[int], object] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Load files. See `kvtier.weights.load_files`."""
+    files = [Path(name) for name in filenames]
+    place = _device(device)
+    with unchanged(files):
+        layout = _layout(files)
+        buffers = [torch.empty(size, dtype=torch.uint8, device=place) for size in layout.sizes]
+        with WeightReader(progress=progress) as reader:
+            reader.read(files, layout.copies, buffers, manifest.of_files(files))
+    return {name: _view(buffers[number], start, entry) for name, (number, start, entry) in layout.places.items()}
+
+
+def _device(device: str | int | torch.device) -> torch.device:
+    place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
+def _layout(files: list[Path]) -> _Layout:
+    layout = _Layout()
+    for number, path in enumerate(files):
+        try:
+            header = read_header(path)
+        except OSError as error:
+            raise WeightsUnreadable(path, None, f"it cannot be opened: {error.strerror}") from error
+        for name, entry in header.tensors.items():
+            if name in layout.places:
+                raise Corrupt(f"tensor {name} is in {path} and in another of the files; load one of them")
+            if _dtype(entry) is None:
+                raise Corrupt(f"{path}: torch {torch.__version__} has no dtype for tensor {name}, {entry.dtype}")
+            layout.add(number, name, entry)
+    return layout
+
+
+def _dtype(entry: TensorEntry) -> torch.dtype | None:
+    if entry.dtype == "F4":
+        dtype: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)  # from torch 2.8 on
+        return dtype
+    return TORCH_DTYPES.get(entry.dtype)
+
+
+def _view(buffer: torch.Tensor, start: int, entry: TensorEntry) -> torch.Tensor:
+    dtype = _dtype(entry)
+    assert dtype is not None
+    shape = entry.shape
+    if entry.dtype == "F4":  # torch counts pairs
+        shape = (*shape[:-1], shape[-1] // 2)
+    return buffer[start : start + entry.n_bytes].view(dtype).view(shape)

@@ -1,0 +1,160 @@
+"""Whole files as tensors: as safetensors loads them, with its dtypes and shapes; bad files are refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file as stock_load_file
+from safetensors.torch import save_file
+
+from kvtier.errors import Corrupt, WeightsDamaged, WeightsUnreadable
+from kvtier.weights import load, load_file, load_files, manifest
+from kvtier.weights.dtypes import TORCH_DTYPES
+from kvtier.weights.reader import WeightReader
+
+RAW = torch.randint(0, 255, (4, 6, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """One of each dtype, empty and 0-d ones, of sizes that leave the next one at any byte."""
+    dtypes = {**TORCH_DTYPES, "F4": torch.float4_e2m1fn_x2}
+    found = {name: RAW.view(dtype).clone() for name, dtype in sorted(dtypes.items()) if name != "BOOL"}
+    found |= {"bool": RAW > 128, "odd": RAW[0, 0, :7].clone(), "scalar": torch.tensor(1.5), "empty": torch.empty(0, 3)}
+    found["empty of the end"] = torch.empty(4, 0, dtype=torch.int64)
+    return found
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        value.dtype == other[name].dtype
+        and value.shape == other[name].shape
+        and value.is_contiguous()
+        and bytes(value.view(torch.uint8).numpy() if value.dim() else value.numpy().tobytes())
+        == bytes(other[name].view(torch.uint8).numpy() if value.dim() else other[name].numpy().tobytes())
+        for name, value in one.items()
+    )
+
+
+def test_all_dtypes_are_loaded_as_the_library_does(tmp_path: Path) -> None:
+    save_file(tensors(), tmp_path / "x.safetensors")
+    ours = load_file(tmp_path / "x.safetensors")
+    assert same(ours, stock_load_file(tmp_path / "x.safetensors"))
+    assert len(ours) >= 20 and all(value.data_ptr() % 64 == 0 for value in ours.values() if value.numel())
+
+
+def test_several_files_in_several_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "BUFFER_BYTES", 10_000)
+    whole = {f"t{n}": torch.arange(n * 700, dtype=torch.int32) for n in range(10)}
+    for n in range(2):
+        save_file({name: value for name, value in whole.items() if int(name[1:]) % 2 == n}, tmp_path / f"{n}")
+    found = load_files([str(tmp_path / "0"), tmp_path / "1"], "cpu")
+    assert same(found, {name: found[name] for name in found}) and same(found, {n: whole[n] for n in found})
+    assert len({value.untyped_storage().data_ptr() for value in found.values()}) > 3
+
+
+def test_no_files_and_no_tensors(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "x")
+    assert load_files([]) == load_file(tmp_path / "x") == {}
+
+
+def test_torch_is_imported_by_the_first_call() -> None:
+    program = "import kvtier.weights, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.io.ranges._WAIT_NS", 0)
+    save_file({"x": torch.zeros(1_000_000)}, tmp_path / "x")
+    seen: list[int] = []
+    load_files([tmp_path / "x"], progress=seen.append)
+    assert seen == sorted(seen) and 0 <= seen[0] <= seen[-1] <= 4_000_000
+
+
+# --- bad files ---
+
+
+def write(path: Path, header: dict[str, Any], n_bytes: int) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(n_bytes))
+
+
+def test_a_truncated_file(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    save_file({"x": torch.zeros(100)}, path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(Corrupt, match="x is not a whole safetensors file: the tensors end at byte"):
+        load_file(path)
+
+
+def test_a_missing_shard(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(100)}, tmp_path / "x")
+    with pytest.raises(WeightsUnreadable, match="y: it cannot be opened: No such file"):
+        load_files([tmp_path / "x", tmp_path / "y"])
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    for name in ("x", "y"):
+        save_file({"same": torch.zeros(1)}, tmp_path / name)
+    with pytest.raises(Corrupt, match="tensor same is in .*y and in another"):
+        load_files([tmp_path / "x", tmp_path / "y"])
+
+
+def test_a_dtype_that_torch_has_not(tmp_path: Path) -> None:
+    write(tmp_path / "x", {"x": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}, 3)
+    with pytest.raises(Corrupt, match="has no dtype for tensor x, F6_E2M3"):
+        load_file(tmp_path / "x")
+
+
+def test_a_file_that_is_replaced_after_its_header_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x"
+    save_file({"x": torch.zeros(100)}, path)
+    read = WeightReader.read
+
+    def replaced(self: WeightReader, *rest: Any) -> object:
+        save_file({"x": torch.ones(100)}, tmp_path / "new")
+        (tmp_path / "new").replace(path)
+        return read(self, *rest)
+
+    monkeypatch.setattr(WeightReader, "read", replaced)
+    with pytest.raises(WeightsUnreadable, match="x: the file was changed while it was read"):
+        load_file(path)
+
+
+def test_a_flipped_byte_is_refused_where_there_is_a_manifest(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    save_file({"weight": torch.zeros(100)}, path)
+    with WeightReader() as reader:
+        manifest.write(tmp_path, [path], reader)
+    assert load_file(path)["weight"].count_nonzero() == 0
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 0x80
+    path.write_bytes(content)
+    with pytest.raises(WeightsDamaged, match="x at byte 0: bytes in tensor weight differ"):
+        load_file(path)
+
+
+# --- transformers ---
+
+
+def test_transformers_answers_as_with_its_own_loader(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path, max_shard_size="100KB")
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 1
+    stock = LlamaForCausalLM.from_pretrained(tmp_path)
+    ours = LlamaForCausalLM.from_pretrained(None, config=stock.config, state_dict=load_files(files))
+    ids = torch.arange(20)[None] * 5
+    assert torch.equal(ours(ids).logits, stock(ids).logits)
