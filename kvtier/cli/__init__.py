@@ -8,7 +8,21 @@ from collections.abc import Sequence
 
 import typer
 
-from kvtier.cli import bench, check, doctor, evict, index, lookup, pins, plan, quotas, serve, stats, verify  # noqa: F401
+from kvtier.cli import (  # noqa: F401
+    bench,
+    check,
+    doctor,
+    evict,
+    index,
+    lookup,
+    pins,
+    plan,
+    quotas,
+    serve,
+    stats,
+    verify,
+    weights,
+)
 from kvtier.cli.app import app, drop_output
 from kvtier.runtime.exit_status import NOT_DONE, OK
 

@@ -58,6 +58,8 @@ class Commands(TyperGroup):
 app = typer.Typer(cls=Commands, add_completion=False, rich_markup_mode=None, epilog=MEANINGS)
 index = typer.Typer(rich_markup_mode=None, epilog=MEANINGS, help="Work on the index.")
 app.add_typer(index, name="index")
+weights = typer.Typer(rich_markup_mode=None, epilog=MEANINGS, help="Work on the weights of a model.")
+app.add_typer(weights, name="weights")
 
 
 def refuse_together(ctx: typer.Context, given: dict[str, object]) -> None:

@@ -110,7 +110,7 @@ class WeightReader:
     ) -> ReadReport:
         start_s = time.monotonic()
         with unchanged(files) as identities, ExitStack() as stack:
-            opened = [_open(path, stack) for path in files]
+            opened = [open_file(path, stack) for path in files]
             rows = []
             for path, (descriptor, _), identity in zip(files, opened, identities, strict=True):
                 if _identity(descriptor) != identity:
@@ -175,7 +175,7 @@ def extent(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _open(path: Path, stack: ExitStack) -> tuple[int, bool]:
+def open_file(path: Path, stack: ExitStack) -> tuple[int, bool]:
     """Return a descriptor, and whether it reads directly: unless most of the file is in the page cache."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,0 +1,92 @@
+"""Verification of a folder of weights: its files, their headers, and their checksums against the manifest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.errors import Corrupt, WeightsUnreadable
+from kvtier.model.safetensors import read_header
+from kvtier.weights import manifest
+from kvtier.weights.manifest import MANIFEST
+from kvtier.weights.reader import Sums, WeightReader, damage
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFinding:
+    """A fault of a file. offset: of the block concerned, None for the file as a whole."""
+
+    file: str
+    offset: int | None
+    what: str
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model: those of the index, if there is one, else all but `consolidated*`,
+    which hold the same weights once more.
+
+    Raises WeightsUnreadable where a file of the index is missing, or there is none; Corrupt for a malformed index.
+    """
+    try:
+        content = json.loads((folder / INDEX).read_bytes())
+        names = {str(name) for name in content["weight_map"].values()}
+        if any(Path(name).name != name for name in names):
+            raise ValueError("it names a file in another folder")
+        files = sorted(folder / name for name in names)
+    except FileNotFoundError:
+        found = sorted(folder.glob("*.safetensors"))
+        files = [path for path in found if not path.name.startswith("consolidated")] or found
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Corrupt(f"{folder / INDEX} is no index of safetensors files: {error}; get it again") from None
+    for path in files:
+        if not path.is_file():
+            raise WeightsUnreadable(path, None, f"{INDEX} names this file, and it is missing; get it again")
+    if not files:
+        raise WeightsUnreadable(folder, None, "no safetensors file is in this folder")
+    return files
+
+
+def verify(folder: Path, progress: Callable[[int], object] | None = None) -> tuple[list[WeightFinding], int]:
+    """Compare a folder with its manifest. Return the findings and the bytes read. progress: of bytes read so far.
+
+    Raises WeightsUnreadable without a manifest, Corrupt for a damaged one, OSError.
+    """
+    expected = manifest.read(folder)
+    if expected is None:
+        reason = f"there is none; `kvtier weights verify {folder} --write` makes it"
+        raise WeightsUnreadable(folder / MANIFEST, None, reason)
+    findings, done = [], 0
+    with WeightReader(progress=lambda landed: progress(done + landed) if progress else None) as reader:
+        for path in sorted({*expected, *weight_files(folder)}):
+            found, n_bytes = _verify_file(path, expected.get(path), reader)
+            findings += found
+            done += n_bytes
+    return findings, done
+
+
+def _verify_file(path: Path, expected: Sums | None, reader: WeightReader) -> tuple[list[WeightFinding], int]:
+    if expected is None:
+        return [WeightFinding(path.name, None, "the manifest does not list this file")], 0
+    findings = []
+    try:
+        read_header(path)
+    except Corrupt as error:
+        findings.append(WeightFinding(path.name, 0, str(error)))
+    except OSError as error:
+        return [WeightFinding(path.name, None, f"it cannot be opened: {error.strerror}")], 0
+    try:
+        sums = reader.sums([path])[path]
+    except WeightsUnreadable as error:
+        return [*findings, WeightFinding(path.name, error.offset, str(error))], 0
+    n_bytes = path.stat().st_size
+    if len(sums) != len(expected):
+        what = f"it has {len(sums)} blocks, {len(expected)} in the manifest"
+        return [*findings, WeightFinding(path.name, None, what)], n_bytes
+    faults = (damage(path, int(block)) for block in np.flatnonzero(sums != expected))
+    return [*findings, *(WeightFinding(path.name, fault.offset, str(fault)) for fault in faults)], n_bytes
