@@ -99,7 +99,7 @@ class RangeReader:
         """Return when the last byte has landed, or no byte will land any more after a failure.
 
         stall_s: longest time without any new byte, seconds. progress: is called with the bytes landed so far, about
-        20 times a second. The caller has checked that copies fit their targets. An exception, such as
+        20 times a second and at the end. The caller has checked that copies fit their targets. An exception, such as
         KeyboardInterrupt, stops the read first.
         """
         if copies.dtype != np.int64 or copies.shape != (len(copies), COPY_FIELDS) or not copies.flags.c_contiguous:
@@ -134,6 +134,8 @@ class RangeReader:
                 return RangeFailure(errno.ETIMEDOUT, 0, 0, "")
             if progress is not None:
                 progress(_progress(job)[0])
+        if progress is not None:
+            progress(_progress(job)[0])
         file, offset, message = ctypes.c_uint32(), ctypes.c_uint64(), Message()
         error = library.kvtier_range_failure(job, ctypes.byref(file), ctypes.byref(offset), *message.room)
         return RangeFailure(error, file.value, offset.value, message.of(error)) if error else None

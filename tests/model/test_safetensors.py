@@ -124,7 +124,13 @@ LIES: dict[str, tuple[object, int]] = {
     "metadata of numbers": ({"__metadata__": {"a": 1}}, 0),
     "key twice": (b'{"a":' + json.dumps(A).encode() + b',"a":' + json.dumps(A).encode() + b"}", 12),
     "key twice in a tensor": (b'{"a":{"dtype":"U8","shape":[1],"shape":[1],"data_offsets":[0,1]}}', 1),
+    "a key twice, and a tensor without one": (
+        b'{"a":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]},"b":{"dtype":"U8","shape":[0]}}',
+        1,
+    ),
     "list": ([], 0),
+    "list of numbers": ([1], 0),
+    "metadata that is a list": ({"__metadata__": [1], "a": entry("U8", [1], 0, 1)}, 1),
     "not UTF-8": (b'{"\xff":{}}', 0),
     "half a surrogate pair": (b'{"\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', 1),
     "nothing": (b"", 0),

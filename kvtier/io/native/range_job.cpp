@@ -192,10 +192,11 @@ void RangeJob::move_pieces(Stage& stage) {
     if (stage.in_flight == n_slots) end_landing(stage.finish(slot));
     uint8_t* data = stage.slot(slot);
     if (!read(piece, data)) break;
-    plan_.parts_of(piece, parts);
     if (!begin_landing()) break;
     uint64_t bytes = 0;
     try {
+      if (plan_.files()[piece.file].sums != nullptr) sum(piece, data);
+      plan_.parts_of(piece, parts);
       bytes = land(parts, data, stage);
       if (stage.context) stage.record(slot, bytes);
     } catch (...) {
@@ -220,19 +221,20 @@ bool RangeJob::read(const RangePiece& piece, uint8_t* slot) {
     return false;
   }
   read_.fetch_add(needed, std::memory_order_relaxed);
-  if (plan_.files()[piece.file].sums != nullptr) sum(piece, slot);
   return true;
 }
 
 // Of whole blocks, while the piece is in the cache. The last one is padded with zeros to whole pairs.
 void RangeJob::sum(const RangePiece& piece, uint8_t* slot) const {
   const uint64_t block_bytes = slots_->options.block_bytes;
-  uint64_t* sums = plan_.files()[piece.file].sums;
-  for (uint64_t at = piece.start; at < piece.end; at += block_bytes) {
+  const RangeFile& file = plan_.files()[piece.file];
+  // A file that has grown may give more than there is room for.
+  const uint64_t end = std::min(piece.end, static_cast<uint64_t>(file.size));
+  for (uint64_t at = piece.start; at < end; at += block_bytes) {
     uint8_t* data = slot + (at - piece.start);
-    const uint64_t bytes = std::min(block_bytes, piece.end - at), padded = (bytes + 7) / 8 * 8;
+    const uint64_t bytes = std::min(block_bytes, end - at), padded = (bytes + 7) / 8 * 8;
     std::memset(data + bytes, 0, padded - bytes);
-    sums[at / block_bytes] = sum_(data, padded, seed_, 0);
+    file.sums[at / block_bytes] = sum_(data, padded, seed_, 0);
   }
 }
 
