@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vllm
+from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 from vllm.model_executor.model_loader.weight_utils import _natural_sort_key
 
 from kvtier.connectors.faults import Faults, contains_faults
@@ -25,17 +28,20 @@ from kvtier.connectors.vllm.weights_key import key_of
 from kvtier.connectors.vllm.weights_trace import LoadTrace, TraceRefused
 from kvtier.errors import ConfigError
 from kvtier.model.safetensors import read_header
+from kvtier.model.shard_manifest import NAME, ShardManifest, read_shard_manifest
 from kvtier.runtime.units import size
 from kvtier.weights.manifest import of_files
 from kvtier.weights.plan import PlanMismatch, WeightPlan
 from kvtier.weights.plan_cache import PlanCache
 from kvtier.weights.reader import WeightReader
+from kvtier.weights.shards import shard_plan
 
 log = logging.getLogger("kvtier")
 
 EXTRA = "model_loader_extra_config"
 PLANS = Path(f"/var/tmp/kvtier-{os.getuid()}/plans")
 OF_VLLM = ("enable_weights_track",)  # keys of vLLM's default loader that mean something here
+TRACED = "traced"  # origin of a plan
 READ_AS_TENSORS = ("bitsandbytes", "gguf", "torchao")  # quantizations whose loaders need values
 
 
@@ -58,49 +64,31 @@ class KvtierModelLoader(DefaultModelLoader):
         self._faults = Faults()
         self._files: list[Path] | None = None  # while they are collected
         self._trace: LoadTrace | None = None  # while loaders are recorded
-        self._why = ""
+        self._why, self._key = "", ""
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Fill the parameters. Return when all bytes have landed. Raises WeightsUnreadable, Corrupt."""
-        self._why = _reason_for_tensors(model, model_config)
-        if not self._why:
-            files = self._collect(model, model_config)
-        if not self._why:
-            with WeightReader() as reader:
-                self._load(model, model_config, files, reader)
-        if self._why:
-            log.info("weights are loaded by vLLM's own loader: %s", self._why)
-            super().load_weights(model, model_config)
+        """Fill the parameters. Return when all bytes have landed.
 
-    def _collect(self, model: torch.nn.Module, model_config: Any) -> list[Path]:
-        """Return the checkpoint's files in the order in which vLLM reads them."""
-        self._files = []
-        try:
-            for _ in self.get_all_weights(model_config, model):
-                raise AssertionError("tensors while files are collected")
-            return self._files
-        finally:
-            self._files = None
-
-    def _load(self, model: torch.nn.Module, model_config: Any, files: list[Path], reader: WeightReader) -> None:
-        """Load by a stored plan or a new one. Set the reason where real tensors are needed."""
+        Raises WeightsUnreadable, WeightsDamaged, Corrupt for files that cannot be read, ConfigError for shards of other
+        settings.
+        """
         start_s = time.perf_counter()
-        key = key_of(model, model_config, files)
-        plan = self._cache.get(key, files) if self._cache else None
-        tensors, origin = _bound(plan, model), "from the cache"
-        if plan is None or tensors is None:
-            origin = "traced"
-            trace = LoadTrace({file: read_header(file) for file in files}, everything(model), reader)
-            plan, tensors = self._record(model, model_config, trace), trace.tensors
-        if plan is None:
-            self._why = self._why or "its loaders cannot be recorded"
-            return
-        planned_s = time.perf_counter()
-        expected = of_files(files)
-        plan.load(reader, tensors, expected)
+        folder = Path(model_config.model)
+        shards = read_shard_manifest(folder) if folder.is_dir() else None
+        with WeightReader() as reader:
+            plan, origin = self._planned(model, model_config, reader) if shards is None else (None, "of shards")
+            if shards is not None:
+                plan = shards_of_rank(folder, shards, model)
+            if plan is None:
+                log.info("weights are loaded by vLLM's own loader: %s", self._why)
+                super().load_weights(model, model_config)
+                return
+            planned_s = time.perf_counter()
+            expected = of_files(plan.files)
+            plan.load(reader, plan.bind(everything(model)), expected)
         end_s = time.perf_counter()
-        if self._cache and origin == "traced" and plan.is_replayable:
-            self._cache.put(key, plan)
+        if self._cache and origin == TRACED and plan.is_replayable:
+            self._cache.put(self._key, plan)
         n_bytes = plan.n_bytes + plan.materialized_bytes
         log.info(
             "loading weights took %.3f seconds: %s at %.2f GB/s, %s, plan %s in %.3f seconds, %s materialized",
@@ -112,6 +100,52 @@ class KvtierModelLoader(DefaultModelLoader):
             planned_s - start_s,
             size(plan.materialized_bytes),
         )
+
+    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the checkpoint's tensors, for a reload of weights. Raises ConfigError for shards, which have none."""
+        if (Path(model_config.model) / NAME).exists():
+            fix = "shards cannot be loaded again into a running engine; give reload_weights the checkpoint's own folder"
+            raise ConfigError("model", model_config.model, fix)
+        return super().get_all_weights(model_config, model)  # type: ignore[no-any-return]
+
+    def record(self, model: torch.nn.Module, model_config: Any, reader: WeightReader) -> WeightPlan | None:
+        """Return a new plan of the model's load; None where its loaders cannot be followed, which `why` explains."""
+        return self._planned(model, model_config, reader, use_cache=False)[0]
+
+    @property
+    def why(self) -> str:
+        """Return why the last load had no plan; "" if it had one."""
+        return self._why
+
+    def _planned(
+        self, model: torch.nn.Module, model_config: Any, reader: WeightReader, use_cache: bool = True
+    ) -> tuple[WeightPlan | None, str]:
+        """Return a plan and its origin. Without a plan, the reason is set."""
+        self._why = reason_for_tensors(model, model_config)
+        files = [] if self._why else self._collect(model, model_config)
+        if self._why:
+            return None, ""
+        cache = self._cache if use_cache else None
+        if cache is not None:
+            self._key = key_of(model, model_config, files)
+            stored = cache.get(self._key, files)
+            if stored is not None and _fits(stored, model):
+                return stored, "from the cache"
+        trace = LoadTrace({file: read_header(file) for file in files}, everything(model), reader)
+        plan = self._record(model, model_config, trace)
+        if plan is None:
+            self._why = self._why or "its loaders cannot be recorded"
+        return plan, TRACED
+
+    def _collect(self, model: torch.nn.Module, model_config: Any) -> list[Path]:
+        """Return the checkpoint's files in the order in which vLLM reads them."""
+        self._files = []
+        try:
+            for _ in self.get_all_weights(model_config, model):
+                raise AssertionError("tensors while files are collected")
+            return self._files
+        finally:
+            self._files = None
 
     @contains_faults("recording the weight loaders")
     def _record(self, model: torch.nn.Module, model_config: Any, trace: LoadTrace) -> WeightPlan | None:
@@ -180,7 +214,7 @@ def _plan_cache(value: object) -> PlanCache | None:
     raise ConfigError(EXTRA, {"plan_cache": value}, "plan_cache is an absolute path, or false for none")
 
 
-def _reason_for_tensors(model: torch.nn.Module, model_config: Any) -> str:
+def reason_for_tensors(model: torch.nn.Module, model_config: Any) -> str:
     """Return why this model needs the checkpoint's real tensors; "" if it does not."""
     quantization = str(model_config.quantization)
     if quantization in READ_AS_TENSORS:
@@ -192,12 +226,38 @@ def _reason_for_tensors(model: torch.nn.Module, model_config: Any) -> str:
     return ""
 
 
-def _bound(plan: WeightPlan | None, model: torch.nn.Module) -> list[torch.Tensor] | None:
+def _fits(plan: WeightPlan, model: torch.nn.Module) -> bool:
     try:
-        return None if plan is None else plan.bind(everything(model))
+        plan.bind(everything(model))
     except PlanMismatch as fault:
         log.warning("the stored plan is not used: %s", fault)
-        return None
+        return False
+    return True
+
+
+def shards_of_rank(folder: Path, manifest: ShardManifest, model: torch.nn.Module) -> WeightPlan:
+    """Return the plan that loads this rank's shards. Raises ConfigError where they are of other settings, Corrupt."""
+    group, stages = parallel_state.get_tp_group(), parallel_state.get_pp_group().world_size
+    for key, made, here in (
+        ("tensor_parallel_size", manifest.tensor_parallel_size, group.world_size),
+        ("pipeline_parallel_size", 1, stages),
+        ("model", f"shards of vLLM {manifest.release}", f"shards of vLLM {release()}"),
+    ):
+        if made != here:
+            fix = f"{folder} has shards for {made}; make others with `kvtier weights shard`, or load the checkpoint"
+            raise ConfigError(key, here, fix)
+    return shard_plan(folder, manifest, group.rank_in_group, state_of(model))
+
+
+def release() -> str:
+    """Return vLLM's release, without the name of its build."""
+    return str(vllm.__version__).split("+")[0]
+
+
+def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors that vLLM's `sharded_state` keeps: one name for those that share their memory."""
+    found: dict[str, torch.Tensor] = ShardedStateLoader._filter_subtensors(model.state_dict())
+    return found
 
 
 def _state(model: torch.nn.Module) -> dict[tuple[str, str], object]:

@@ -38,6 +38,7 @@ from kvtier.errors import ConfigError, Corrupt
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.namespace import canonical_text
 from kvtier.model.safetensors import header_size, parse_header
+from kvtier.model.shard_manifest import read_shard_manifest
 from kvtier.storage.atomic_files import replace_small
 
 log = logging.getLogger("kvtier")
@@ -54,7 +55,7 @@ SAMPLED_PAGES_MAX = 1 << 18  # pages sampled in all, about: a mixture of experts
 _VOLATILE_KEYS = ("_name_or_path", "transformers_version")
 _SIDE_FILES = ("quantize_config.json", "hf_quant_config.json", "params.json", "audio_tokenizer_config.json")
 _PROCESSOR_SUFFIX = "processor_config.json"
-_INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_SUFFIX = ".safetensors.index.json"  # of the file that says in which file each tensor is
 # Names of embedding tensors: embed_tokens, word_embeddings, tok_embeddings, wte.
 _EMBEDDING = re.compile(r"embed|(^|\.)wte\.", re.IGNORECASE)
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -94,8 +95,25 @@ class _Sampling:
 def weights_fingerprint(model_dir: Path, cache_dir: Path | None) -> str:
     """Return 64 hex digits for the weights in `model_dir`. Raises ConfigError("model_tag") if none can be read.
 
+    Shards made from a checkpoint have the checkpoint's, as long as no file of their folder was changed.
     cache_dir: folder of known answers by path, size, times and inode of all files; None: no cache.
     """
+    own = _folder_fingerprint(model_dir, cache_dir)
+    manifest = read_shard_manifest(model_dir)
+    if manifest is None:
+        return own
+    if manifest.shards_fingerprint != own:
+        log.warning("%s was changed since its shards were made: their KV is not that of the checkpoint", model_dir)
+        return own
+    return manifest.source_fingerprint
+
+
+def shards_fingerprint(folder: Path) -> str:
+    """Return 64 hex digits for the files of a folder of shards themselves. Raises as `weights_fingerprint`."""
+    return _folder_fingerprint(folder, None)
+
+
+def _folder_fingerprint(model_dir: Path, cache_dir: Path | None) -> str:
     if not (model_dir / "config.json").is_file():
         raise ConfigError("model_tag", None, f"{model_dir} has no config.json to fingerprint; {_SET_MODEL_TAG}")
     weights = _weight_files(model_dir)
@@ -152,8 +170,12 @@ def _side_files(folder: Path) -> list[str]:
 
 def _weight_files(folder: Path) -> list[str]:
     """Return the names of weight files in `folder`, sorted; engines read no subfolders."""
-    names = (entry.name for entry in os.scandir(folder) if entry.is_file())
-    return sorted(name for name in names if name.endswith(_SUFFIXES) and name not in _NO_WEIGHTS)
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_file() and is_weight_file(entry.name))
+
+
+def is_weight_file(name: str) -> bool:
+    """Return whether a file in a model's folder has weights, by its name."""
+    return name.endswith(_SUFFIXES) and name not in _NO_WEIGHTS
 
 
 def _choosing_indexes(folder: Path, weights: list[str]) -> list[str]:
@@ -163,7 +185,7 @@ def _choosing_indexes(folder: Path, weights: list[str]) -> list[str]:
     nothing: its content is also in their headers.
     """
     found = []
-    for name in sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(_INDEX_SUFFIX)):
+    for name in sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(INDEX_SUFFIX)):
         try:
             named = set(json.loads((folder / name).read_bytes())["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -75,6 +75,11 @@ class WeightPlan:
     materialized_bytes: int = 0
     is_replayable: bool = True
 
+    @classmethod
+    def empty(cls) -> WeightPlan:
+        """Return a plan that loads nothing."""
+        return cls((), (), pack([]))
+
     @property
     def n_bytes(self) -> int:
         """Return the bytes of checkpoint files that end in parameters."""

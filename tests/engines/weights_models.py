@@ -59,7 +59,12 @@ MAMBA = {
     "n_groups": 8,
     "expand": 2,
 }
-OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"]}
+OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 8,  # vLLM has no gpt-oss with fewer of them than ranks
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen3_moe": ("qwen3_moe", EXPERTS),

@@ -1,0 +1,119 @@
+"""Plans and shards of all ranks of an engine, made in one process on the CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.config import LoadConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from kvtier.connectors.vllm.weights_loader import KvtierModelLoader, everything, reason_for_tensors, release, state_of
+from kvtier.connectors.vllm.weights_ranks import as_rank, build_model, engine_config
+from kvtier.errors import ConfigError
+from kvtier.model.shard_manifest import ShardManifest, read_shard_manifest
+from kvtier.model.weights_fingerprint import weights_fingerprint
+from kvtier.weights.copies import OFFSET, ROW_BYTES, ROWS, SOURCE_PITCH
+from kvtier.weights.plan import WeightPlan
+from kvtier.weights.reader import WeightReader
+from kvtier.weights.shards import RankState, ShardFolder
+
+LOGGED = logging.ERROR  # least level of vLLM's own lines here
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """Figures of one rank's plan. landed_bytes: into parameters. read_bytes: of files, for those, with the gaps between
+    short rows."""
+
+    rank: int
+    copies: int
+    landed_bytes: int
+    read_bytes: int
+    converted: int
+    materialized_bytes: int
+
+
+def plans(folder: Path, tensor_size: int) -> Iterator[RankPlan]:
+    """Yield the figures of each rank's plan. Raises ConfigError for a model that is not loaded by plans."""
+    config = _config(folder, tensor_size)
+    for rank in range(tensor_size):
+        with as_rank(config, rank), WeightReader() as reader:
+            model, loader = build_model(config), _loader()
+            plan = loader.record(model, config.model_config, reader)
+        if plan is None:
+            raise ConfigError("model", str(folder), f"it is not loaded by a plan: {loader.why}")
+        table = plan.copies.T
+        spans = (table[ROWS] - 1) * table[SOURCE_PITCH] + table[ROW_BYTES]
+        yield RankPlan(
+            rank=rank,
+            copies=len(plan.copies),
+            landed_bytes=plan.n_bytes + plan.materialized_bytes,
+            read_bytes=_covered(list(zip(table[0].tolist(), table[OFFSET].tolist(), spans.tolist(), strict=True))),
+            converted=len(plan.conversions),
+            materialized_bytes=plan.materialized_bytes,
+        )
+
+
+def shard(folder: Path, tensor_size: int, out: Path, begin: Callable[[int], Callable[[int], object]]) -> ShardManifest:
+    """Write the shards of all ranks. Go on where an earlier call ended. Return the manifest.
+
+    begin: is called with the bytes of all shards, and returns what is called with bytes that are written.
+    Raises ConfigError, TierUnavailable without room, WeightsUnreadable, OSError.
+    """
+    config = _config(folder, tensor_size)
+    model_config = config.model_config
+    wanted = ShardManifest(
+        source_fingerprint=weights_fingerprint(folder, None),
+        release=release(),
+        architecture=str(model_config.architecture),
+        tensor_parallel_size=tensor_size,
+        dtype=str(model_config.dtype).removeprefix("torch."),
+        quantization=None if model_config.quantization is None else str(model_config.quantization),
+    )
+    report: list[Callable[[int], object]] = []
+    place = ShardFolder(out, wanted, lambda n_bytes: report[0](n_bytes))
+    with WeightReader() as reader:
+        for rank in range(tensor_size):
+            with as_rank(config, rank):
+                state = _rank_state(rank, config, reader)
+                if rank == 0:
+                    place.check_room(state.n_bytes * tensor_size)
+                    report.append(begin(state.n_bytes * tensor_size))
+                place.write_rank(state, reader)
+        return place.finish(folder, reader)
+
+
+def _rank_state(rank: int, config: Any, reader: WeightReader) -> RankState:
+    model, loader = build_model(config), _loader()
+    plan = loader.record(model, config.model_config, reader)
+    if plan is None:
+        if reason_for_tensors(model, config.model_config):
+            raise ConfigError("model", config.model_config.model, f"it cannot be sharded: {loader.why}")
+        DefaultModelLoader(LoadConfig(use_tqdm_on_load=False)).load_weights(model, config.model_config)
+        plan = WeightPlan.empty()
+    return RankState(rank, state_of(model), plan, plan.bind(everything(model)))
+
+
+def _config(folder: Path, tensor_size: int) -> Any:
+    logging.getLogger("vllm").setLevel(LOGGED)
+    if read_shard_manifest(folder) is not None:
+        raise ConfigError("model", str(folder), "these are shards already; name the folder of the checkpoint")
+    return engine_config(str(folder), tensor_size)
+
+
+def _loader() -> KvtierModelLoader:
+    return KvtierModelLoader(LoadConfig(load_format="kvtier", model_loader_extra_config={"plan_cache": False}))
+
+
+def _covered(spans: list[tuple[int, int, int]]) -> int:
+    """Return the bytes of files in any of the (file, offset, length)."""
+    total, end = 0, (-1, 0)
+    for file, offset, length in sorted(spans):
+        begin = max(offset, end[1]) if file == end[0] else offset
+        total += max(0, offset + length - begin)
+        end = (file, max(offset + length, end[1] if file == end[0] else 0))
+    return total

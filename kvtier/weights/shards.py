@@ -1,0 +1,259 @@
+"""Shards: the parameters of each rank in safetensors files of their own, written so that a kill at any point is
+repaired.
+
+A folder is being written as long as it has `.kvtier-weights.partial`: the manifest of what it is to become. Each file
+is written under a name with a dot, synced, and renamed; so a file under its own name is whole. The manifest comes last.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvtier.errors import ConfigError, TierUnavailable
+from kvtier.model.safetensors import read_header
+from kvtier.model.shard_manifest import NAME, ShardManifest, manifest_text, read_shard_manifest
+from kvtier.model.weights_fingerprint import INDEX_SUFFIX, is_weight_file, shards_fingerprint
+from kvtier.runtime.units import size
+from kvtier.storage.filesystem import FULL, FreeSpace
+from kvtier.weights import manifest as checksums
+from kvtier.weights.copies import TARGET, pack
+from kvtier.weights.dtypes import TORCH_DTYPES
+from kvtier.weights.plan import Conversion, Elements, Parameter, WeightPlan, byte_strides, convert, dtype_name
+from kvtier.weights.reader import WeightReader
+from kvtier.weights.strided import copies_between
+
+PARTIAL = f".{NAME.removesuffix('.json')}.partial"
+DRAFT = ".writing-"  # begin of the name of a file that is being written
+PART_BYTES = 16 << 30  # most bytes of tensors in a file, unless one tensor has more
+BATCH_BYTES = 1 << 30  # tensors that are read together before they are written, bytes
+DATA_ALIGNMENT = 4096  # the first tensor begins at a multiple of this, bytes
+ROOM_TO_SPARE = 64 << 20  # for headers, manifest and the model's other files, bytes
+Content = bytes | memoryview
+_OTHER_SETTINGS = "make the shards again with this engine's dtype and quantization"
+SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """Source of one rank's shards: its tensors by name, and the plan that fills some of them.
+
+    plan's targets are `targets`; a tensor of `state` shares its memory with at most one of them.
+    """
+
+    rank: int
+    state: dict[str, torch.Tensor]
+    plan: WeightPlan
+    targets: Sequence[torch.Tensor]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.state.values())
+
+
+class ShardFolder:
+    """Folder of shards that is being written."""
+
+    def __init__(self, folder: Path, manifest: ShardManifest, progress: Callable[[int], object]) -> None:
+        """Begin, or go on where an earlier attempt at the same shards ended. Raises ConfigError.
+
+        progress: is called with the bytes of each tensor that is written, or was before.
+        """
+        self._folder, self._manifest, self._progress = folder, manifest, progress
+        self._files: dict[str, int] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        earlier = read_shard_manifest(folder, PARTIAL)
+        if earlier is None and any(not entry.name.startswith(".") for entry in folder.iterdir()):
+            raise ConfigError("--out", str(folder), "the folder is not empty; name a new one")
+        if earlier not in (None, manifest):
+            fix = "it has the beginning of other shards (another checkpoint, size or release)"
+            raise ConfigError("--out", str(folder), f"{fix}; empty it, or name a new one")
+        if earlier is None:
+            _write(folder / PARTIAL, [manifest_text(manifest)])
+        for draft in folder.glob(f"{DRAFT}*"):
+            draft.unlink()
+
+    def check_room(self, n_bytes: int) -> None:
+        """Refuse to begin what will not fit. n_bytes: of all shards. Raises TierUnavailable."""
+        written = sum(path.stat().st_size for path in self._folder.glob("model-rank-*"))
+        free = FreeSpace.of(os.statvfs(self._folder)).n_bytes
+        missing = n_bytes + ROOM_TO_SPARE - written - free
+        if missing > 0:
+            text = f"shards of {size(n_bytes)} do not fit into {self._folder}: {size(free)} are free there"
+            raise TierUnavailable(f"{text}, {size(missing)} too little; free them or name another folder", is_full=True)
+
+    def write_rank(self, state: RankState, reader: WeightReader) -> None:
+        """Write the shards of a rank, and free its tensors. Raises WeightsUnreadable, TierUnavailable, OSError."""
+        for part, names in enumerate(_parts(state.state)):
+            name = f"model-rank-{state.rank}-part-{part}.safetensors"
+            path, header = self._folder / name, _header({key: state.state[key] for key in names})
+            data_bytes = sum(state.state[key].nbytes for key in names)
+            self._files[name] = len(header) + data_bytes
+            if path.exists() and path.stat().st_size == self._files[name]:
+                self._progress(data_bytes)
+                continue
+            try:
+                _write(path, self._contents(header, _filled(state, names, reader)))
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                text = f"no room for {path}: {error.strerror}; free some and run the command again, which goes on here"
+                raise TierUnavailable(text, is_full=True) from None
+
+    def _contents(self, header: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[Content]:
+        yield header
+        for tensor in tensors:
+            dense = tensor.detach().contiguous()
+            # Not by numpy: a tensor that has been an array can't be freed while others refer to it.
+            yield memoryview((ctypes.c_uint8 * dense.nbytes).from_address(dense.data_ptr()))
+            self._progress(tensor.nbytes)
+
+    def finish(self, source: Path, reader: WeightReader) -> ShardManifest:
+        """Copy the model's other files, sum the shards, and write the manifest."""
+        for entry in sorted(source.iterdir()):
+            if entry.is_file() and _is_beside_weights(entry.name):
+                shutil.copyfile(entry, self._folder / entry.name)
+        files = [self._folder / name for name in self._files]
+        checksums.write(self._folder, files, reader)
+        shutil.copymode(files[0], self._folder / checksums.MANIFEST)  # readers of the shards need it
+        own = shards_fingerprint(self._folder)
+        done = self._manifest.model_copy(update={"files": self._files, "shards_fingerprint": own})
+        _write(self._folder / NAME, [manifest_text(done)])
+        (self._folder / PARTIAL).unlink()
+        return done
+
+
+def shard_plan(folder: Path, manifest: ShardManifest, rank: int, state: dict[str, torch.Tensor]) -> WeightPlan:
+    """Return the plan that loads a rank's shards into its state. Raises ConfigError where they do not fit, Corrupt."""
+    files = tuple(folder / name for name in manifest.of_rank(rank))
+    copies, conversions, left = [], [], dict(state)
+    names = sorted(state)
+    numbers = {name: number for number, name in enumerate(names)}
+    for file, path in enumerate(files):
+        if not path.is_file() or path.stat().st_size != manifest.files[path.name]:
+            fix = "this shard is missing or has another size than when it was made; make the shards again"
+            raise ConfigError("model", str(path), fix)
+        for name, entry in read_header(path).tensors.items():
+            tensor = left.pop(name, None)
+            here = TORCH_DTYPES.get(entry.dtype)
+            if tensor is None or here != tensor.dtype or entry.shape != tuple(tensor.shape):
+                wanted = (
+                    "nothing of this name" if tensor is None else f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+                )
+                fix = f"it has {name} as {entry.dtype} {list(entry.shape)}, this engine wants {wanted}: its settings"
+                raise ConfigError(
+                    "model", str(path), f"{fix} differ from those of the shards; make them again with these"
+                )
+            dense = torch.empty(entry.shape, dtype=tensor.dtype, device="meta")
+            one, other = (file, entry.start, byte_strides(dense)), (numbers[name], 0, byte_strides(tensor))
+            moved = copies_between(entry.shape, one, other, tensor.element_size())
+            if moved is None:
+                source = _elements(file, entry.start, dense)
+                conversions.append(Conversion(source, _elements(numbers[name], 0, tensor)))
+            copies += moved or []
+    if left:
+        fix = (
+            f"no shard of rank {rank} has {min(left)}, which this engine wants; make the shards again with its settings"
+        )
+        raise ConfigError("model", str(folder), fix)
+    targets = tuple(Parameter.of(name, state[name]) for name in names)
+    return WeightPlan(files, targets, pack(copies), tuple(conversions))
+
+
+def _elements(number: int, offset: int, tensor: torch.Tensor) -> Elements:
+    return Elements(number, offset, tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor.dtype))
+
+
+def _parts(state: dict[str, torch.Tensor]) -> list[list[str]]:
+    """Return the names of each file's tensors. Large ones come first: their sizes keep the next ones aligned."""
+    parts: list[list[str]] = [[]]
+    n_bytes = 0
+    for name in sorted(state, key=lambda name: (-state[name].nbytes, name)):
+        n_bytes += state[name].nbytes
+        if parts[-1] and n_bytes > PART_BYTES:
+            parts.append([])
+            n_bytes = state[name].nbytes
+        parts[-1].append(name)
+    return parts
+
+
+def _header(tensors: dict[str, torch.Tensor]) -> bytes:
+    """Return length and header of a file, padded with spaces."""
+    table, begin = {}, 0
+    for name, tensor in tensors.items():
+        end = begin + tensor.nbytes
+        dtype = SAFETENSORS_DTYPES[tensor.dtype]
+        table[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps({"__metadata__": {"format": "pt"}, **table}, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _filled(state: RankState, names: list[str], reader: WeightReader) -> Iterable[torch.Tensor]:
+    """Yield a part's tensors with their content, and free each once the next is asked for."""
+    numbers = {target.untyped_storage()._cdata: number for number, target in enumerate(state.targets)}
+    owners = [numbers.get(state.state[name].untyped_storage()._cdata) for name in names]
+    sharers = Counter(tensor.untyped_storage()._cdata for tensor in state.state.values())
+    waiting = 0
+    for place, name in enumerate(names):
+        if waiting == 0:
+            n_bytes = 0
+            while place + waiting < len(names) and (waiting == 0 or n_bytes < BATCH_BYTES):
+                n_bytes += state.state[names[place + waiting]].nbytes
+                waiting += 1
+            _fill(state, {owner for owner in owners[place : place + waiting] if owner is not None}, reader)
+        waiting -= 1
+        yield state.state[name]
+        storage = state.state[name].untyped_storage()
+        if sharers[storage._cdata] == 1:
+            storage.resize_(0)
+
+
+def _fill(state: RankState, owners: set[int], reader: WeightReader) -> None:
+    rows = state.plan.copies[np.isin(state.plan.copies[:, TARGET], list(owners))]
+    if len(rows):
+        reader.read(state.plan.files, rows, state.targets)
+    for conversion in state.plan.conversions:
+        if conversion.target.number in owners:
+            convert(reader, state.plan.files, conversion, state.targets[conversion.target.number])
+
+
+def _is_beside_weights(name: str) -> bool:
+    """Return whether a file of a model's folder belongs beside shards too: configuration, tokenizer, code."""
+    return not (is_weight_file(name) or name.endswith(INDEX_SUFFIX) or name.startswith((".", "kvtier-")))
+
+
+def _write(path: Path, contents: Iterable[Content]) -> None:
+    """Write a file under another name, sync it, and rename it. Raises OSError."""
+    draft = path.with_name(f"{DRAFT}{path.name}")
+    try:
+        with draft.open("wb", buffering=0) as file:
+            for content in contents:
+                left = memoryview(content).cast("B")
+                while left:
+                    left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        draft.rename(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,243 @@
+"""Shards of all ranks, made in one process: read by kvtier's loader and by vLLM's, refused where they do not fit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from safetensors import safe_open
+from vllm.config import LoadConfig
+from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
+
+from kvtier.cli import main
+from kvtier.connectors.vllm import weights_shard
+from kvtier.connectors.vllm.weights_ranks import as_rank, engine_config
+from kvtier.errors import ConfigError, TierUnavailable, WeightsDamaged
+from kvtier.model.shard_manifest import NAME, read_shard_manifest
+from kvtier.model.weights_fingerprint import weights_fingerprint
+from kvtier.weights import shards as shards_module
+
+from . import weights_models
+from .test_weights import alone, assert_equal, fresh_model, load_as_vllm, loader
+
+__all__ = ["alone"]
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tied embeddings and two experts' worth of everything else would be several models: this one has both."""
+    return weights_models.make("qwen3_moe", tmp_path_factory.mktemp("checkpoint") / "model")
+
+
+@pytest.fixture(scope="module")
+def made(checkpoint: Path) -> Path:
+    out = checkpoint.with_name("shards")
+    assert main(["weights", "shard", str(checkpoint), "--tp", str(RANKS), "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture
+def copied(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "shards"))
+
+
+def load(folder: Path, size: int, rank: int, expected: torch.nn.Module | None = None) -> None:
+    config = engine_config(str(folder), size)
+    with as_rank(config, rank):
+        model = fresh_model(config)
+        loader().load_weights(model, config.model_config)
+        if expected is not None:
+            assert_equal(model, expected)
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_both_loaders_read_them(checkpoint: Path, made: Path, rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    config = engine_config(str(checkpoint), RANKS)
+    with as_rank(config, rank):
+        expected = load_as_vllm(config)
+    with caplog.at_level(logging.INFO, "kvtier"):
+        load(made, RANKS, rank, expected)
+    assert "verified, plan of shards" in caplog.text
+    config = engine_config(str(made), RANKS, load_format="sharded_state")
+    with as_rank(config, rank):
+        model = fresh_model(config)
+        ShardedStateLoader(LoadConfig(load_format="sharded_state")).load_weights(model, config.model_config)
+        assert_equal(model, expected)
+
+
+def test_their_files(checkpoint: Path, made: Path) -> None:
+    """Data begins at 4 KiB, configuration is copied, and the KV of both folders is shared."""
+    manifest = read_shard_manifest(made)
+    assert manifest is not None
+    assert sorted(manifest.files) == [f"model-rank-{rank}-part-0.safetensors" for rank in range(RANKS)]
+    for name in manifest.files:
+        assert (int.from_bytes((made / name).read_bytes()[:8], "little") + 8) % 4096 == 0
+        with safe_open(made / name, "pt") as file:
+            assert len(list(file.keys())) > 10
+    assert (made / "config.json").read_bytes() == (checkpoint / "config.json").read_bytes()
+    assert sorted(path.name for path in made.glob("*.index.json")) == []
+    assert weights_fingerprint(made, None) == weights_fingerprint(checkpoint, None) == manifest.source_fingerprint
+
+
+def test_a_changed_folder_has_a_fingerprint_of_its_own(checkpoint: Path, copied: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"rope_theta": 1.0}))
+    assert weights_fingerprint(copied, None) != weights_fingerprint(checkpoint, None)
+
+
+def test_another_size_is_refused(made: Path) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size = 4.*shards for 2"):
+        load(made, 4, 0)
+
+
+def test_another_release_is_refused(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    with pytest.raises(ConfigError, match=r"shards of vLLM 0\.99\.0"):
+        load(made, RANKS, 0)
+
+
+def test_a_missing_shard_is_refused(copied: Path) -> None:
+    (copied / "model-rank-1-part-0.safetensors").unlink()
+    load(copied, RANKS, 0)
+    with pytest.raises(ConfigError, match=r"model-rank-1-part-0\.safetensors.*missing"):
+        load(copied, RANKS, 1)
+
+
+def test_swapped_shards_are_refused(copied: Path) -> None:
+    one, other = (copied / f"model-rank-{rank}-part-0.safetensors" for rank in range(RANKS))
+    one.rename(copied / "x")
+    other.rename(one)
+    (copied / "x").rename(other)
+    with pytest.raises(WeightsDamaged, match="model-rank-0"):
+        load(copied, RANKS, 0)
+
+
+def test_a_flipped_byte_is_refused(copied: Path) -> None:
+    path = copied / "model-rank-0-part-0.safetensors"
+    with path.open("r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(WeightsDamaged, match="model-rank-0-part-0"):
+        load(copied, RANKS, 0)
+
+
+def test_a_damaged_manifest_is_refused(copied: Path) -> None:
+    (copied / NAME).write_text("{}")
+    with pytest.raises(ConfigError, match="no manifest of shards"):
+        load(copied, RANKS, 0)
+
+
+def test_shards_are_not_loaded_again_into_an_engine(made: Path) -> None:
+    config = engine_config(str(made), RANKS)
+    with as_rank(config, 0), pytest.raises(ConfigError, match="own folder"):
+        loader().get_all_weights(config.model_config, fresh_model(config))
+
+
+def test_without_room_nothing_is_begun(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards_module, "ROOM_TO_SPARE", 1 << 60)
+    with pytest.raises(TierUnavailable, match="do not fit"):
+        weights_shard.shard(checkpoint, RANKS, tmp_path / "out", lambda total: lambda n_bytes: None)
+    assert not list((tmp_path / "out").glob("model-*"))
+
+
+def test_a_disk_that_fills_up_is_gone_on_with(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(shards_module.RankState, "n_bytes", property(lambda state: patch.setattr(os, "fsync", full) or 1))
+        with pytest.raises(TierUnavailable, match="no room for .*run the command again"):
+            weights_shard.shard(checkpoint, 1, out, lambda total: lambda n_bytes: None)
+    assert not list(out.glob("model-*"))
+    weights_shard.shard(checkpoint, 1, out, lambda total: lambda n_bytes: None)
+    load(out, 1, 0)
+
+
+def test_what_is_in_the_way_is_refused(checkpoint: Path, made: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder, reason in ((tmp_path, "not empty"), (made, "not empty")):
+        with pytest.raises(ConfigError, match=reason):
+            weights_shard.shard(checkpoint, RANKS, folder, lambda total: lambda n_bytes: None)
+    with pytest.raises(ConfigError, match="shards already"):
+        weights_shard.shard(made, RANKS, tmp_path / "out", lambda total: lambda n_bytes: None)
+
+
+class Killed(BaseException):
+    """Ends a run at once: no handler of the library takes it, and none cleans up after it."""
+
+
+class Kill:
+    """Audit hook that raises Killed at the `left`-th call that opens, renames or removes something in `folder`."""
+
+    def __init__(self) -> None:
+        self.folder, self.left = "", 0
+        sys.addaudithook(self._count)  # it stays for as long as the process lives
+
+    def _count(self, event: str, arguments: Any) -> None:
+        if self.left and event in ("open", "os.rename", "os.remove", "os.mkdir") and self.folder in str(arguments[0]):
+            self.left -= 1
+            if self.left == 0:
+                raise Killed
+
+
+@pytest.fixture(scope="module")
+def kill() -> Kill:
+    return Kill()
+
+
+def killed_at(step: int, kill: Kill, checkpoint: Path, out: Path) -> bool:
+    """Makes shards until the `step`-th change of the folder. Returns whether it came that far."""
+    kill.folder, kill.left = str(out), step
+    try:
+        weights_shard.shard(checkpoint, 1, out, lambda total: lambda n_bytes: None)
+        return False
+    except Killed:
+        return True
+    finally:
+        kill.left = 0
+
+
+def test_a_kill_at_any_point_is_repaired(
+    kill: Kill, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the manifest is there, there are no shards; with it, they are whole."""
+    monkeypatch.setattr(shards_module, "PART_BYTES", 200_000)
+    out, step = tmp_path / "out", 1
+    while killed_at(step, kill, checkpoint, out):
+        manifest = read_shard_manifest(out)
+        if manifest is not None:
+            assert {name: (out / name).stat().st_size for name in manifest.files} == manifest.files
+        step += 7
+    manifest = read_shard_manifest(out)
+    assert manifest is not None and len(manifest.files) > 2 and step > 21
+    assert not list(out.glob(".*"))
+    load(out, 1, 0)
+
+
+def test_plan_of_each_rank(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["weights", "plan", str(checkpoint), "--tp", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in found] == [0, 1]
+    for rank in found:
+        assert rank["landed_bytes"] < rank["read_bytes"] and rank["converted"] == rank["materialized_bytes"] == 0
+    assert main(["weights", "plan", str(checkpoint)]) == 0
+    assert "into parameters" in capsys.readouterr().out
+    assert main(["weights", "plan", str(checkpoint.parent)]) == 2
+    assert "config.json" in capsys.readouterr().err
