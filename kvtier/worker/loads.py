@@ -183,6 +183,10 @@ class Loader:
         """Return the reads that were begun first."""
         return next((fetch.reads.batch for fetch in self._in_state(State.READING) if fetch.reads is not None), None)
 
+    def queued_bytes(self) -> int:
+        """Return the bytes of all reads that are under way."""
+        return len(self._in_state(State.READING)) * self._worker.arena.slot_bytes
+
     def _in_state(self, state: State) -> list[Fetch]:
         """Return the chunks in that state, the one that was begun first at the head."""
         return [fetch for fetch in self._fetches.values() if fetch.state is state]

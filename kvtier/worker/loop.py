@@ -20,6 +20,9 @@ from kvtier.worker.cuda_events import Mark
 from kvtier.worker.task_pool import TaskPool, Then
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.0003, 0.008  # pause after a turn in which nothing had ended; it doubles up to the maximum
+# Pause after any turn while I/O is queued for longer. Each turn takes the interpreter lock from the engine: beside 16
+# loads of 12,000 tokens, 16 decoding requests got twice as many tokens, and the loads ended 7 % earlier (H100).
+QUEUED_PAUSE_S, QUEUED_BYTES = 0.004, 512 << 20
 
 
 class Half(Protocol):
@@ -35,6 +38,10 @@ class Half(Protocol):
 
     def under_way(self) -> Reads | None:
         """Return the oldest I/O that is under way."""
+        ...
+
+    def queued_bytes(self) -> int:
+        """Return the bytes of all I/O that is under way."""
         ...
 
     def is_due(self, now_s: float) -> bool:
@@ -117,6 +124,8 @@ class TransferLoop:
                 has_moved = self.turn()
                 if has_moved:
                     self._pause_s = PAUSE_MIN_S
+                    if sum(half.queued_bytes() for half in self.halves) >= QUEUED_BYTES:
+                        self._wait_for_posts(QUEUED_PAUSE_S)
                     continue
                 is_polled = bool(self._marks) or any(half.is_polled() for half in self.halves)
                 with self._changed:
@@ -136,10 +145,13 @@ class TransferLoop:
         elif self._marks:
             self._worker.order.wait_within(self._marks[0][0], self._pause_s)
         else:
-            with self._changed:
-                if not self._posted:
-                    self._changed.wait(self._pause_s)
+            self._wait_for_posts(self._pause_s)
         self._pause_s = min(PAUSE_MAX_S, 2 * self._pause_s)
+
+    def _wait_for_posts(self, timeout_s: float) -> None:
+        with self._changed:
+            if not self._posted:
+                self._changed.wait(timeout_s)
 
     def _take_posted(self) -> bool:
         n_posted = len(self._posted)

@@ -138,6 +138,11 @@ class RecordWriter:
         """Return the writes or flushes that were begun first."""
         return next((batch.io for batch in self._batches if batch.io is not None), None)
 
+    def queued_bytes(self) -> int:
+        """Return the bytes of all writes that are under way."""
+        writing = self._in_state(SaveState.WRITING)
+        return sum(len(batch.staged) for batch in writing) * self._worker.arena.slot_bytes
+
     def turn(self) -> bool:
         """Take every batch as far as it goes now. Return False if nothing changed."""
         has_moved = self._take_io()

@@ -206,6 +206,10 @@ class Saver:
         """Return the writes or flushes that were begun first."""
         return self.writer.under_way()
 
+    def queued_bytes(self) -> int:
+        """Return the bytes of all writes that are under way."""
+        return self.writer.queued_bytes()
+
     def _take(self, gathered: Any) -> None:
         self._staged.update(dict.fromkeys(gathered.staged))
         self._loop.when_done(gathered.mark, partial(self._gathered, gathered))

@@ -83,7 +83,7 @@ class Batch {
   Batch(const OpSpec* specs, size_t n_ops, const uint64_t* expected);
 
   bool wait(std::chrono::nanoseconds timeout);
-  bool done();
+  bool done() const { return ops_left_.load(std::memory_order_acquire) == 0; }
 
   size_t size() const { return n_ops_; }
   size_t slabs() const { return sums_.size(); }
@@ -106,7 +106,7 @@ class Batch {
   Lane lanes_[kLanes];
   std::mutex mutex_;
   std::condition_variable all_done_;
-  size_t ops_left_;  // guarded by mutex_
+  std::atomic<size_t> ops_left_;  // falls under mutex_ only, so that no waiter misses the last one
 };
 
 // Part of an operation, at most a piece of the engine; keeps its batch alive.
