@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from blake3 import blake3
 
 from kvtier.errors import Corrupt
 from kvtier.io.ranges import BLOCK_BYTES
@@ -70,4 +70,4 @@ def of_files(files: Sequence[Path]) -> dict[Path, Sums]:
 
 
 def _digest(table: Mapping[str, Mapping[str, object]]) -> str:
-    return blake3(json.dumps(table, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()

@@ -67,7 +67,7 @@ class WeightReader:
         """Return when the last byte has landed.
 
         A target is a tensor of any dtype and any strides; copies address its bytes from its first element on. Copies
-        that touch the same byte of a target land in any order.
+        that touch the same byte of a target land in any order. Files are read in the order given.
 
         expected: checksums of all blocks of a file, as `sums` gives them. Blocks that a copy touches are then read as a
         whole and compared.

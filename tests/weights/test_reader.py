@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ import pytest
 import torch
 
 from kvtier.errors import WeightsUnreadable
+from kvtier.io import ranges
 from kvtier.io.ranges import RangeReader
+from kvtier.storage.segments import direct_io_works
 from kvtier.weights.copies import Copy, contiguous
 from kvtier.weights.reader import WeightReader
 
@@ -130,3 +134,52 @@ def test_a_file_that_is_changed_while_it_is_read_is_refused(
     monkeypatch.setattr(RangeReader, "read", changing)
     with pytest.raises(WeightsUnreadable, match="a: (the file was changed while it was read|it cannot be opened)"):
         WeightReader().read(files, [contiguous(0, 0, 10, 0)], [torch.zeros(10, dtype=torch.uint8)])
+
+
+def test_an_error_of_the_storage_is_named() -> None:
+    """Address 0 of this process is not mapped, so reading it is an I/O error."""
+    with pytest.raises(WeightsUnreadable, match="at byte 0: it cannot be read: Input/output error") as caught:
+        WeightReader().read([Path("/proc/self/mem")], [contiguous(0, 0, 10, 0)], [torch.zeros(10, dtype=torch.uint8)])
+    assert caught.value.offset == 0
+
+
+def test_files_in_the_page_cache_are_read_through_it(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(bytes(range(256)) * 40_000)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        if ranges.resident_share(file.fileno(), SIZE) is None:
+            pytest.skip("the kernel does not say what is in the page cache")
+        target = torch.zeros(path.stat().st_size, dtype=torch.uint8)
+        copies = [contiguous(0, 0, len(target), 0)]
+        assert WeightReader().read([path], copies, [target]).direct_files == 0
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if ranges.resident_share(file.fileno(), SIZE) or not direct_io_works(tmp_path):
+            pytest.skip("the file system keeps the file in memory, or refuses O_DIRECT")
+        target.zero_()
+        assert WeightReader().read([path], copies, [target]).direct_files == 1
+    assert bytes(target.numpy()) == path.read_bytes()
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+from kvtier.weights.reader import WeightReader
+reader = WeightReader()
+reader.sums([Path(sys.argv[1])])
+reader.close()
+Path("/proc/self/clear_refs").write_text("5")
+print(int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]))
+WeightReader().sums([Path(sys.argv[2])])
+print(int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]))
+"""
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """Beside the targets, a load takes 128 MiB of buffers, however large the files are."""
+    for name, n_bytes in (("small", 4096), ("large", 1 << 30)):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, n_bytes)
+    command = [sys.executable, "-c", MEMORY, str(tmp_path / "small"), str(tmp_path / "large")]
+    before, peak = subprocess.run(command, check=True, timeout=120, stdout=subprocess.PIPE, text=True).stdout.split()
+    assert int(peak) - int(before) < (128 + 32) << 10
