@@ -46,7 +46,7 @@ from kvtier.weights.reader import WeightReader
 from kvtier.weights.strided import copies_between, overlapping
 
 COPY = torch.ops.aten.copy_.default
-FILL, ZERO = torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default
+FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
 
 
 class TraceRefused(KVTierError):
@@ -144,7 +144,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flat, spec = tree_flatten((args, kwargs))
         places = [(n, x, self._source_of(x)) for n, x in enumerate(flat) if isinstance(x, torch.Tensor)]
         lazy = [(n, x, source) for n, x, source in places if source is not None]
-        if _is_view(func) or (func in (FILL, ZERO) and not lazy and self._fills(args[0], *args[1:])):
+        if _is_view(func) or (func in FILLS and not lazy and self._fills(args[0], *args[1:])):
             return func(*args, **kwargs)
         self._perform_for([x for _, x, source in places if source is None], _changes_input(func))
         if not lazy:
@@ -189,9 +189,11 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         target.pending.pop(key, None)  # loaded twice: the later one counts
         target.pending[key] = entry
 
-    def _fills(self, there: torch.Tensor, value: float = 0.0) -> bool:
+    def _fills(self, there: torch.Tensor, value: float | torch.Tensor = 0.0) -> bool:
         """Write down a fill of a part of a parameter that nothing was recorded for yet. Return whether it is one."""
         number = self._numbers.get(there.untyped_storage()._cdata)
+        if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._numbers:
+            return False
         if number is None or there.numel() == 0:
             return there.numel() == 0
         target = self._targets[number]

@@ -40,6 +40,7 @@ def compared(answers: list[Answer], reference: list[Answer]) -> dict[str, Any]:
         diffs.append(float((answer.kv[:, :n] - expected.kv[:, :n]).abs().max()) if n else 0.0)
     return {
         "same_tokens": [a.tokens == r.tokens for a, r in zip(answers, reference, strict=True)],
+        "recomputed": [r.tokens for r in reference],
         "cached": [a.cached for a in answers],
         "kv_diff": max(diffs),
     }

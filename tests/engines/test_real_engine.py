@@ -35,6 +35,16 @@ def assert_loads_equal_saves(results: list[dict[str, Any]]) -> None:
     assert [key for key, digest in loaded if digest not in saved[key]] == []
 
 
+def load_format(lab: Any, run: str) -> dict[str, Any]:
+    """Engine arguments with kvtier's loader, whose plans are stored in a folder of the run."""
+    extra = {"plan_cache": str(lab.folder / f"plans-{run}")}
+    return {"load_format": "kvtier", "model_loader_extra_config": extra}
+
+
+def assert_loaded_by_plan(lab: Any, run: str) -> None:
+    assert len(list((lab.folder / f"plans-{run}").glob("*.plan"))) == 1
+
+
 @pytest.fixture(scope="session")
 def first(lab: Any) -> dict[str, Any]:
     """One engine with prefix caching, without asynchronous scheduling."""
@@ -45,8 +55,8 @@ def first(lab: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def fresh(lab: Any, first: dict[str, Any]) -> dict[str, Any]:
-    """A later process over what the first one left; no prefix caching, asynchronous scheduling."""
-    llm = WITH_ASYNC | {"enable_prefix_caching": False}
+    """A later process over what the first one left; no prefix caching, asynchronous scheduling, load format kvtier."""
+    llm = WITH_ASYNC | {"enable_prefix_caching": False} | load_format(lab, "fresh")
     spec = {"root": str(lab.folder / "root"), "llm": llm, "scenarios": ["warm", ["second_turn", 40], "aborts"]}
     return lab.run("fresh", [spec])[0]
 
@@ -70,6 +80,13 @@ def test_cold_own_and_warm(first: dict[str, Any]) -> None:
 
 def test_fresh_process_loads_everything(fresh: dict[str, Any]) -> None:
     assert_like_recompute(fresh["warm"])
+    assert fresh["warm"]["cached"] == fresh["warm"]["expected"]
+
+
+def test_weights_loaded_by_kvtier_are_those_of_vllm(lab: Any, first: dict[str, Any], fresh: dict[str, Any]) -> None:
+    """The same tokens, and KV of the same namespace."""
+    assert_loaded_by_plan(lab, "fresh")
+    assert fresh["warm"]["recomputed"] == first["cold_and_warm"]["cold"]["recomputed"]
     assert fresh["warm"]["cached"] == fresh["warm"]["expected"]
 
 
@@ -306,9 +323,11 @@ def test_older_release(older: list[dict[str, Any]]) -> None:
 
 
 def test_older_release_reads_what_the_newer_wrote(lab: Any, first: dict[str, Any], older_python: Path) -> None:
-    """The engine's version is not part of the namespace."""
-    spec = {"root": str(lab.folder / "root"), "scenarios": ["warm"]}
+    """The engine's version is not part of the namespace, nor is the load format."""
+    spec = {"root": str(lab.folder / "root"), "llm": load_format(lab, "older-reads"), "scenarios": ["warm"]}
     run = lab.run("older-reads", [spec], older_python)[0]
+    assert_loaded_by_plan(lab, "older-reads")
+    assert run["warm"]["recomputed"] == first["cold_and_warm"]["cold"]["recomputed"]
     assert_like_recompute(run["warm"])
     assert run["warm"]["cached"] == run["warm"]["expected"]
     assert_loads_equal_saves([first, run])

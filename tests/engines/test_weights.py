@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +16,14 @@ import torch
 
 pytest.importorskip("vllm")
 
+from safetensors.torch import load_file, save_file
 from vllm.config import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import registry
 
-from kvtier.connectors.vllm.weights_loader import KvtierModelLoader, everything
+from kvtier.connectors.vllm.weights_loader import KvtierModelLoader, everything, reason_for_tensors
 from kvtier.connectors.vllm.weights_ranks import as_rank, build_model, engine_config
+from kvtier.errors import ConfigError, Corrupt
 
 from . import weights_models
 
@@ -118,3 +124,134 @@ def test_parameters_are_those_of_vllm(
 @pytest.mark.parametrize(("kind", "size", "rank"), MATRIX)
 def test_parameters_of_every_rank(kind: str, size: int, rank: int, checkpoints: Any, tmp_path: Path) -> None:
     check_rank(checkpoints(kind), size, rank, tmp_path)
+
+
+def load_with_reason(model: torch.nn.Module, config: Any, caplog: Any, **extra: Any) -> str:
+    """Loads, and returns why vLLM's own loader did it; "" if it did not."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "kvtier"):
+        loader(plan_cache=False, **extra).load_weights(model, config.model_config)
+    found = [line.split("own loader: ")[1] for line in caplog.messages if "own loader: " in line]
+    return found[0] if found else ""
+
+
+@pytest.fixture
+def llama(checkpoints: Any) -> Iterator[tuple[Any, torch.nn.Module]]:
+    """Configuration of an engine with one rank, and its model as vLLM loads it."""
+    config = engine_config(str(checkpoints("llama")), 1)
+    with as_rank(config, 0):
+        yield config, load_as_vllm(config)
+
+
+def test_loaders_that_cannot_be_recorded_get_real_tensors(llama: Any, caplog: Any) -> None:
+    """Also where some copies were recorded before."""
+    config, expected = llama
+
+    def computes(self: Any, weights: Any) -> Any:
+        return type(self).load_weights(self, ((name, torch.stack([w, w])[0]) for name, w in weights))
+
+    def indexes(self: Any, weights: Any) -> Any:
+        return type(self).load_weights(self, ((name, w[list(range(len(w)))]) for name, w in weights))
+
+    def calls_numpy(self: Any, weights: Any) -> Any:
+        arrays = ((name, torch.from_numpy(w.view(torch.int16).numpy())) for name, w in weights)
+        return type(self).load_weights(self, arrays)
+
+    for load, reason in (
+        (computes, ""),
+        (indexes, "a loader made a tensor without data"),
+        (calls_numpy, "its loaders cannot be recorded"),
+    ):
+        model = fresh_model(config)
+        model.load_weights = load.__get__(model)
+        assert load_with_reason(model, config, caplog) == reason
+        del model.load_weights
+        if load is not calls_numpy:
+            assert_equal(model, expected)
+
+
+def test_a_parameter_that_a_loader_replaces(llama: Any, caplog: Any, tmp_path: Path) -> None:
+    """Its plan is not kept: without the loader nothing would replace it."""
+    config, expected = llama
+
+    def replaces(self: Any, weights: Any) -> Any:
+        loaded = type(self).load_weights(self, weights)
+        norm = self.model.norm
+        norm.weight = torch.nn.Parameter(norm.weight.data.clone(), requires_grad=False)
+        self.has_own_norm = True
+        return loaded
+
+    model = fresh_model(config)
+    model.load_weights = replaces.__get__(model)
+    with caplog.at_level(logging.INFO, "kvtier"):
+        loader(plan_cache=str(tmp_path)).load_weights(model, config.model_config)
+    assert "plan traced" in caplog.text and not list(tmp_path.iterdir())
+    assert torch.equal(model.model.norm.weight, expected.model.norm.weight)
+
+
+def test_why_vllm_loads_itself(llama: Any, checkpoints: Any, caplog: Any, tmp_path: Path) -> None:
+    config, expected = llama
+    model = fresh_model(config)
+    model.model.norm.quant_method = SimpleNamespace(uses_meta_device=True)
+    assert load_with_reason(model, config, caplog) == "it is quantized while it is loaded"
+    model_config = SimpleNamespace(quantization="bitsandbytes")
+    assert reason_for_tensors(model, model_config) == "bitsandbytes computes with them"
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(checkpoints("llama") / name, tmp_path / name)
+    tensors = {}
+    for path in checkpoints("llama").glob("*.safetensors"):
+        tensors |= load_file(path)
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    model, other = fresh_model(config), copy.copy(config.model_config)
+    other.model = str(tmp_path)
+    assert load_with_reason(model, SimpleNamespace(model_config=other), caplog) == "its files are not safetensors"
+    assert_equal(model, expected)
+
+
+def test_missing_parameters_are_refused_as_by_vllm(llama: Any, checkpoints: Any, tmp_path: Path) -> None:
+    config, _ = llama
+    shutil.copytree(checkpoints("llama"), tmp_path / "part")
+    for path in (tmp_path / "part").glob("*.safetensors"):
+        tensors = {name: tensor for name, tensor in load_file(path).items() if name != "model.norm.weight"}
+        save_file(tensors, path, {"format": "pt"})
+    model_config = copy.copy(config.model_config)
+    model_config.model = str(tmp_path / "part")
+    with pytest.raises(ValueError, match="not initialized from checkpoint"):
+        loader(plan_cache=False).load_weights(fresh_model(config), model_config)
+
+
+def test_a_plan_of_other_parameters_is_not_used(llama: Any, caplog: Any, tmp_path: Path) -> None:
+    config, expected = llama
+    loader(plan_cache=str(tmp_path)).load_weights(fresh_model(config), config.model_config)
+    model = fresh_model(config)
+    other = torch.nn.Parameter(model.model.norm.weight.data.float(), requires_grad=False)
+    other.__dict__.update(vars(model.model.norm.weight))
+    model.model.norm.weight = other
+    with caplog.at_level(logging.INFO, "kvtier"):
+        loader(plan_cache=str(tmp_path)).load_weights(model, config.model_config)
+    assert "the stored plan is not used: parameter model.norm.weight" in caplog.text and "plan traced" in caplog.text
+    assert torch.equal(model.model.norm.weight, expected.model.norm.weight.float())
+
+
+def test_reloads_get_real_tensors(llama: Any) -> None:
+    config, expected = llama
+    weights = dict(loader().get_all_weights(config.model_config, fresh_model(config)))
+    assert torch.equal(weights["model.norm.weight"], expected.model.norm.weight)
+
+
+@pytest.mark.parametrize("extra", [{"plan_cash": "/x"}, {"plan_cache": "x"}, {"num_threads": 2}])
+def test_unknown_keys_stop(extra: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="model_loader_extra_config.*plan_cache"):
+        loader(**extra)
+
+
+def test_a_damaged_file_is_refused(llama: Any, checkpoints: Any, tmp_path: Path) -> None:
+    """Not loaded by vLLM's loader instead: its header says more than there is."""
+    config, _ = llama
+    shutil.copytree(checkpoints("llama"), tmp_path / "cut")
+    path = sorted((tmp_path / "cut").glob("*.safetensors"))[0]
+    os.truncate(path, path.stat().st_size - 1)
+    model_config = copy.copy(config.model_config)
+    model_config.model = str(tmp_path / "cut")
+    with pytest.raises(Corrupt, match=path.name):
+        loader(plan_cache=False).load_weights(fresh_model(config), model_config)

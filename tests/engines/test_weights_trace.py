@@ -1,0 +1,180 @@
+"""Recording of weight loaders: what they may do with a tensor, in small, against the same loader with real tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+pytest.importorskip("vllm")
+
+from kvtier.connectors.vllm.weights_trace import LoadTrace, TraceRefused
+from kvtier.model.safetensors import read_header
+from kvtier.weights.plan import WeightPlan
+from kvtier.weights.reader import WeightReader
+
+Loaded = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], Any]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path / "model.safetensors"
+    w = torch.randn(8, 32).to(torch.bfloat16)
+    save_file({"w": w, "scale": torch.tensor(3.0), "f32": torch.randn(8, 32), "many": torch.randn(4, 8, 16)}, path)
+    return path
+
+
+def parameters() -> dict[str, torch.Tensor]:
+    """Parameters of a model whose memory begins as ones; `tied` is `a` by another name."""
+    made = {"a": torch.ones(8, 32, dtype=torch.bfloat16), "b": torch.ones(16, 16, dtype=torch.bfloat16)}
+    made |= {"f": torch.ones(8, 32), "s": torch.ones(2), "many": torch.ones(4, 16, 4)}
+    return made | {"tied": made["a"]}
+
+
+def recorded(checkpoint: Path, load: Loaded) -> tuple[WeightPlan, dict[str, torch.Tensor]]:
+    """Returns the plan, and parameters filled by it alone."""
+    found, again = parameters(), parameters()
+    with WeightReader() as reader:
+        with LoadTrace({checkpoint: read_header(checkpoint)}, found.items(), reader) as trace:
+            load(found, dict(trace.checkpoint(checkpoint)))
+        plan = trace.plan()
+        plan.load(reader, trace.tensors)
+        assert_equal(found, expected_of(checkpoint, load))
+        if plan.is_replayable:
+            plan.load(reader, plan.bind(again.items()))
+            assert_equal(again, found)
+    return plan, found
+
+
+def expected_of(checkpoint: Path, load: Loaded) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    made = parameters()
+    load(made, load_file(checkpoint))
+    return made
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def slices(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
+    p["a"][:4].copy_(c["w"].narrow(0, 4, 4))
+    p["a"].narrow(0, 4, 4)[:, 8:].copy_(c["w"][:4].narrow(1, 0, 24))
+    p["b"].copy_(c["w"].view(16, 16))
+    p["many"].copy_(c["many"].transpose(1, 2)[:, :, :4])
+
+
+def scalars(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
+    p["s"][0] = c["scale"]
+    p["s"].view(2, 1)[1].copy_(c["scale"].reshape(1))
+
+
+def casts(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
+    p["f"].copy_(c["w"])
+    p["a"][2:].copy_(c["f32"][2:])
+
+
+def padding(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
+    p["a"][:6].copy_(c["w"][:6])
+    p["a"][6:].fill_(0)
+    p["a"][8:].fill_(7)
+    p["f"][1:] = 0.5
+    p["f"][:1].copy_(c["f32"][:1])
+
+
+def twice(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
+    p["a"].copy_(c["w"])
+    p["tied"].copy_(c["w"].view(8, 32))
+
+
+def expanded(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
+    p["s"].copy_(c["scale"])
+    p["f"].copy_(c["f32"][3])
+
+
+@pytest.mark.parametrize("load", [slices, scalars, casts, padding, twice, expanded])
+def test_recorded_without_reading(load: Loaded, checkpoint: Path) -> None:
+    plan, _ = recorded(checkpoint, load)
+    assert plan.is_replayable and plan.materialized_bytes == 0
+    assert len(plan.conversions) == {casts: 2, expanded: 2}.get(load, 0)
+
+
+def reads_back(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
+    p["f"].copy_(c["f32"])
+    p["f"].copy_(-torch.exp(p["f"]))
+
+
+def changes_the_source(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
+    view = c["w"][2:4]
+    c["w"][3].zero_()
+    p["a"].copy_(c["w"])
+    p["b"][0, :].copy_(view[1, :16])
+
+
+def computes(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
+    if c["scale"].item() > 2:
+        p["f"].copy_(c["f32"] * c["scale"])
+    p["many"].copy_(c["many"][:, :, 3:7].repeat(1, 2, 1).contiguous())
+
+
+def changes_what_was_recorded(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
+    p["a"].copy_(c["w"])
+    p["a"][2:4].zero_()
+    p["a"][3].copy_(c["w"][0])
+
+
+def makes_tensors_like_it(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
+    buffer = torch.empty(c["w"].shape, dtype=c["w"].dtype, device=c["w"].device)
+    buffer.copy_(c["w"])
+    p["a"].copy_(torch.empty_like(c["w"]).copy_(buffer))
+
+
+def reads_another_parameter(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
+    p["f"].copy_(c["f32"])
+    p["a"].copy_(p["f"])
+
+
+COMPUTE = [reads_back, changes_the_source, computes, changes_what_was_recorded, makes_tensors_like_it]
+
+
+@pytest.mark.parametrize("load", [*COMPUTE, reads_another_parameter])
+def test_loaders_that_compute_have_real_values(load: Loaded, checkpoint: Path) -> None:
+    plan, _ = recorded(checkpoint, load)
+    assert not plan.is_replayable and plan.materialized_bytes > 0
+
+
+def test_a_list_of_all_tensors_costs_nothing(checkpoint: Path) -> None:
+    """Some models take all tensors before they load one; those that no loader copies are never read."""
+    plan, _ = recorded(checkpoint, lambda p, c: p["a"].copy_(list(c.values())[list(c).index("w")]))
+    assert plan.n_bytes == 8 * 32 * 2 and plan.materialized_bytes == 0
+
+
+def test_overlapping_parts_are_refused(checkpoint: Path) -> None:
+    found = parameters()
+    with WeightReader() as reader, LoadTrace({checkpoint: read_header(checkpoint)}, found.items(), reader) as trace:
+        tensors = dict(trace.checkpoint(checkpoint))
+        found["a"][:4].copy_(tensors["w"][:4])
+        found["a"][3:6].copy_(tensors["w"][:3])
+    with pytest.raises(TraceRefused, match="parts of a are loaded more than once"):
+        trace.plan()
+
+
+def test_indexing_by_a_list_is_refused(checkpoint: Path) -> None:
+    """torch makes the index beside the tensor, without its numbers."""
+    found = parameters()
+    with WeightReader() as reader, LoadTrace({checkpoint: read_header(checkpoint)}, found.items(), reader) as trace:
+        w = dict(trace.checkpoint(checkpoint))["w"]
+        with pytest.raises(TraceRefused, match="without data"):
+            found["a"].copy_(w[[7, 6, 5, 4, 3, 2, 1, 0]])
+
+
+def test_parameters_without_memory_are_refused(checkpoint: Path) -> None:
+    with WeightReader() as reader, pytest.raises(TraceRefused, match="w has no memory"):
+        LoadTrace({}, [("w", torch.empty(2, device="meta"))], reader)
