@@ -4,8 +4,9 @@
 
 FOLDER is a Hugging Face checkpoint. As in the tier, whole chunks of a prefix go through a codec, and what follows is
 computed on the result: in float32 on the CPU, teacher-forced, beside the same model on its own float32 KV. Rows are
-prose, code and tables that this machine holds, one a file, no two of which share 12 tokens in a row. Facts are planted
-into prose; greedy answers continue rows. Intervals are 95 % bootstrap intervals over rows.
+prose, code and tables that this machine holds, one a file, no two of which share 12 tokens in a row. tc4 and tc3 are
+calibrated on other rows, which share none with them either, of these kinds and of dialogue; and once more without each
+kind. Facts are planted into prose; greedy answers continue rows. Intervals are 95 % bootstrap intervals over rows.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import random
-import sysconfig
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,15 @@ from torch import Tensor
 from benchmarks import report
 from kvtier.codecs.measured_loss import KL_NATS
 from kvtier.codecs.round_trip import bits_of, round_trip
+from kvtier.codecs.transform import model_statistics, texts
+from kvtier.codecs.transform.calibrate import table_tensors
+from kvtier.codecs.transform.table import PRESET_BITS, write_table
 
 CHUNK_TOKENS = 256
 PREFIX_TOKENS, TEXT_TOKENS, GREEDY_TOKENS = 3 * CHUNK_TOKENS, 128, 64
 RECALL_TOKENS = 12 * CHUNK_TOKENS
 BATCH_ROWS = 4
-GRAM = 12  # rows share no run of so many tokens
-KINDS = {"prose": (".rst", ".md", ".txt", ".pod", ""), "code": (".py", ".c", ".h", ".js"), "tables": (".csv", ".json")}
-FILE_BYTES = (6_000, 1 << 20)  # smaller files give no row, larger ones are generated
-ROW_CHARS = 24_000  # of a file, enough for a row in any of the tokenizers
+KINDS = ("prose", "code", "tables")
 NAMES = ("Marcus", "Elena", "Tobias", "Ingrid", "Rashid", "Yuki", "Olga", "Pedro")
 RESAMPLES = 2_000
 
@@ -52,13 +52,16 @@ class PrefixKV:
     k: Tensor
     v: Tensor
 
-    def through(self, preset: str, rope_base: float) -> PrefixKV:
-        """Return the KV as a load brings it back to an engine that keeps it in bf16. rope_base: of K."""
+    def through(self, preset: str, rope_base: float, table: Path | None = None) -> PrefixKV:
+        """Return the KV as a load brings it back to an engine that keeps it in bf16. rope_base: of K. table: of the
+        transform codecs."""
         k, v = self.k.bfloat16(), self.v.bfloat16()
         if preset == "kivi4":
             k, v = uniform(k.unflatten(2, (-1, 32)), 3).flatten(2, 3), uniform(v.unflatten(3, (-1, 32)), 4).flatten(3)
         elif preset != "raw":
-            k, v = round_trip(k, v, preset, rope_base, chunk_tokens=CHUNK_TOKENS)
+            k, v = round_trip(
+                k, v, preset, rope_base, chunk_tokens=CHUNK_TOKENS, table=table if preset in PRESET_BITS else None
+            )
         return PrefixKV(k.float(), v.float())
 
 
@@ -81,6 +84,9 @@ class Model:
         self._needs_bos = str(self._model.config.model_type).startswith("gemma")
         rope = self._model.config.rope_parameters
         self.rope_base = float(rope["rope_theta"]) if rope.get("rope_type") == "default" else 0.0
+
+    def calibrated(self) -> model_statistics.CalibratedModel:
+        return model_statistics.CalibratedModel(self._model, self.tokenizer)
 
     def ids(self, text: str, is_start: bool = False) -> list[int]:
         """Return the tokens of a text; of a prompt's start with the mark that the model wants there."""
@@ -123,35 +129,31 @@ class Model:
 # --- text ---
 
 
-def files_of(kind: str) -> Iterator[str]:
-    """Yield the starts of text files of a kind, in an order that mixes the packages and is equal in each run."""
-    paths = sysconfig.get_paths()
-    folders = [paths["stdlib"], paths["purelib"], "/usr/share/common-licenses", "/usr/share/doc", "/usr/share/perl"]
-    found: set[Path] = set()
-    for folder in folders:
-        for place, inner, names in os.walk(folder):
-            inner[:] = [name for name in inner if name not in ("__pycache__", "tests", "test")]
-            found.update(Path(place, name) for name in names if Path(name).suffix in KINDS[kind])
-    for path in sorted(found, key=lambda path: hashlib.blake2b(path.name.encode()).digest()):
-        try:
-            if FILE_BYTES[0] <= path.stat().st_size <= FILE_BYTES[1]:
-                yield path.read_text()[:ROW_CHARS]
-        except (OSError, UnicodeDecodeError):
-            continue
-
-
 def rows_of(kind: str, model: Model, n_rows: int, n_tokens: int, seen: set[tuple[int, ...]]) -> list[list[int]]:
-    """Return rows of one file each that share no GRAM tokens with each other or with `seen`, which grows."""
-    rows: list[list[int]] = []
-    for text in files_of(kind):
-        ids = model.ids(text, is_start=True)[:n_tokens]
-        grams = {tuple(ids[i : i + GRAM]) for i in range(len(ids) - GRAM + 1)}
-        if len(ids) == n_tokens and len(grams) > 0.8 * n_tokens and not grams & seen:
-            rows.append(ids)
-            seen |= grams
-        if len(rows) == n_rows:
-            return rows
-    raise SystemExit(f"only {len(rows)} of {n_rows} rows of {kind} on this machine")
+    """Return rows of one file each that share no 12 tokens with each other or with `seen`, which grows."""
+    found = texts.texts_of(kind, model.calibrated().chat)
+    rows = texts.rows_of(found, lambda text: model.ids(text, is_start=True), n_rows, n_tokens, seen)
+    if len(rows) < n_rows:
+        raise SystemExit(f"only {len(rows)} of {n_rows} rows of {kind} on this machine")
+    return rows
+
+
+def calibrate(model: Model, n_rows: int, seen: set[tuple[int, ...]], folder: Path) -> dict[str, Path]:
+    """Return tables that were calibrated on n_rows of each kind: of all kinds by "", without a kind by its name."""
+    n_tokens = model_statistics.PREFIX_TOKENS + model_statistics.TEXT_TOKENS
+    rows = {kind: rows_of(kind, model, n_rows, n_tokens, seen) for kind in (*KINDS, "dialogue")}
+    measured = model.calibrated()
+    frequencies = measured.frequencies(rows[KINDS[0]][0])
+    statistics = {kind: measured.statistics(found, frequencies, lambda *_: None) for kind, found in rows.items()}
+    tables = {}
+    for left_out in ("", *KINDS):
+        kinds = [found for kind, found in statistics.items() if kind != left_out]
+        mean = kinds[0]
+        for number, found in enumerate(kinds[1:], 1):
+            mean = mean.with_row(found, number)
+        tables[left_out] = folder / f"table-without-{left_out or 'none'}"
+        write_table(tables[left_out], table_tensors(*mean, frequencies), model.folder.name, "")
+    return tables
 
 
 # --- measurements ---
@@ -166,9 +168,13 @@ class Loss:
     agreed: list[int]  # greedy tokens before the first difference, of each answer
     recalled: int = 0
 
+    @classmethod
+    def of_kinds(cls) -> Loss:
+        return cls({kind: [] for kind in KINDS}, {kind: [] for kind in KINDS}, [])
+
 
 def measure_text(
-    model: Model, kind: str, rows: Sequence[Sequence[int]], n_greedy: int, losses: dict[str, Loss]
+    model: Model, kind: str, rows: Sequence[Sequence[int]], n_greedy: int, losses: dict[str, Loss], table: Path | None
 ) -> None:
     """Add what the presets lose on rows of one kind; the first `n_greedy` rows are continued greedily as well."""
     for first in range(0, len(rows), BATCH_ROWS):
@@ -178,7 +184,7 @@ def measure_text(
         reference = model.log_p(own, ids)
         expected = model.greedy(own, ids[:, :1], GREEDY_TOKENS) if first < n_greedy else None
         for preset, loss in losses.items():
-            loaded = [prefix.through(preset, model.rope_base) for prefix in own]
+            loaded = [prefix.through(preset, model.rope_base, table) for prefix in own]
             found = model.log_p(loaded, ids)
             loss.kl[kind] += list((reference.exp() * (reference - found)).sum(-1).double().numpy())
             loss.same[kind] += list((reference.argmax(-1) == found.argmax(-1)).double().numpy())
@@ -187,10 +193,11 @@ def measure_text(
                 loss.agreed += torch.cat([differs, torch.ones(len(batch), 1).int()], 1).argmax(1).tolist()
 
 
-def measure_recall(model: Model, n_prompts: int, losses: dict[str, Loss]) -> int:
-    """Ask for facts that are planted into prose; return how many are asked for."""
+def measure_recall(
+    model: Model, prose: Sequence[Sequence[int]], n_prompts: int, losses: dict[str, Loss], table: Path | None
+) -> int:
+    """Ask for facts that are planted into rows of prose; return how many are asked for."""
     n_rows = RECALL_TOKENS // PREFIX_TOKENS
-    prose = rows_of("prose", model, n_rows * n_prompts, PREFIX_TOKENS, set())
     for number in range(n_prompts):
         draw = random.Random(number)
         codes = [str(draw.randrange(10_000, 99_999)) for _ in NAMES]
@@ -199,7 +206,7 @@ def measure_recall(model: Model, n_prompts: int, losses: dict[str, Loss]) -> int
             hay[place * 256 : place * 256] = model.ids(f"\n\nThe pass code of {name} is {code}.\n\n")
         own = model.prefill(hay[:RECALL_TOKENS])
         for preset, loss in losses.items():
-            loaded = own.through(preset, model.rope_base)
+            loaded = own.through(preset, model.rope_base, table)
             loss.recalled += sum(_is_recalled(model, loaded, *asked) for asked in zip(NAMES, codes, strict=True))
     return n_prompts * len(NAMES)
 
@@ -229,16 +236,34 @@ def figures(loss: Loss, kinds: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def measure(model: Model, presets: Sequence[str], n_rows: int, n_recall: int, n_greedy: int) -> dict[str, Any]:
-    losses = {preset: Loss({kind: [] for kind in KINDS}, {kind: [] for kind in KINDS}, []) for preset in presets}
+@dataclass(frozen=True)
+class Amount:
+    """Rows of each kind, prompts with facts, rows that are continued greedily, and rows to calibrate with, of each
+    kind."""
+
+    rows: int
+    recall: int
+    greedy: int
+    calibration: int = 4
+
+
+def measure(model: Model, presets: Sequence[str], amount: Amount) -> dict[str, Any]:
+    losses = {preset: Loss.of_kinds() for preset in presets}
+    left_out = {preset: Loss.of_kinds() for preset in presets if preset in PRESET_BITS}
     seen: set[tuple[int, ...]] = set()
-    for kind in KINDS:
-        began = time.monotonic()
-        rows = rows_of(kind, model, n_rows, PREFIX_TOKENS + TEXT_TOKENS, seen)
-        measure_text(model, kind, rows, n_greedy, losses)
-        print(f"{kind}: {n_rows} rows in {time.monotonic() - began:.0f} s", flush=True)
-    n_asked = measure_recall(model, n_recall, losses) if n_recall else 0
-    k = model.prefill(rows[0][:PREFIX_TOKENS]).k
+    rows = {kind: rows_of(kind, model, amount.rows, PREFIX_TOKENS + TEXT_TOKENS, seen) for kind in KINDS}
+    prose = rows_of("prose", model, amount.recall * RECALL_TOKENS // PREFIX_TOKENS, PREFIX_TOKENS, set())
+    seen.update(tuple(row[i : i + texts.GRAM]) for row in prose for i in range(len(row) - texts.GRAM + 1))
+    with tempfile.TemporaryDirectory() as folder:
+        tables = calibrate(model, amount.calibration, seen, Path(folder)) if left_out else {}
+        for kind in KINDS:
+            began = time.monotonic()
+            measure_text(model, kind, rows[kind], amount.greedy, losses, tables.get(""))
+            if left_out:
+                measure_text(model, kind, rows[kind], 0, left_out, tables[kind])
+            print(f"{kind}: {amount.rows} rows in {time.monotonic() - began:.0f} s", flush=True)
+        n_asked = measure_recall(model, prose, amount.recall, losses, tables.get(""))
+    k = model.prefill(rows[KINDS[0]][0][:PREFIX_TOKENS]).k
     found: dict[str, Any] = {}
     for preset, loss in losses.items():
         found[preset] = {"bits": {"raw": 16.0, "kivi4": 5.0}.get(preset) or bits_of(preset, k.shape[-1])}
@@ -246,8 +271,10 @@ def measure(model: Model, presets: Sequence[str], n_rows: int, n_recall: int, n_
         equal = sum(n == GREEDY_TOKENS for n in loss.agreed)
         found[preset]["greedy"] = {"answers": len(loss.agreed), "equal": equal, "equal_tokens": sum(loss.agreed)}
         found[preset]["recall"] = {"asked": n_asked, "right": loss.recalled}
+        if preset in left_out:
+            found[preset]["kind_left_out"] = {kind: figures(left_out[preset], [kind]) for kind in KINDS}
     shape = {"layers": k.shape[0], "kv_heads": k.shape[1], "head_size": k.shape[-1]}
-    return {"model": model.folder.name, "shape": shape, "rows_of_a_kind": n_rows, "presets": found}
+    return {"model": model.folder.name, "shape": shape, "rows_of_a_kind": amount.rows, "presets": found}
 
 
 def main() -> None:
@@ -258,6 +285,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=12, help="rows of each kind of text")
     parser.add_argument("--recall", type=int, default=2, help=f"prompts with {len(NAMES)} planted facts each")
     parser.add_argument("--greedy", type=int, default=4, help="rows of each kind that are continued greedily")
+    parser.add_argument("--calibration", type=int, default=4, help="rows of each kind to calibrate tc4 and tc3 with")
     parser.add_argument("--cache", type=Path, help="folder that keeps the KV of prefixes for the next run")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
@@ -266,7 +294,8 @@ def main() -> None:
     if options.cache:
         options.cache.mkdir(parents=True, exist_ok=True)
     model = Model(options.model, options.cache)
-    found = measure(model, options.presets.split(","), options.rows, options.recall, options.greedy)
+    amount = Amount(options.rows, options.recall, options.greedy, options.calibration)
+    found = measure(model, options.presets.split(","), amount)
     rows = []
     for preset, row in found["presets"].items():
         kl, p99, top = (row[name] for name in ("kl_mean", "kl_p99", "same_top"))
@@ -276,8 +305,11 @@ def main() -> None:
         recall = f"{row['recall']['right']}/{row['recall']['asked']}"
         by_kind = f"{row['kinds'][worst]['kl_mean']['value']:.1e} {worst}"
         tops = (f"{p99['value']:.1e}", f"{top['value']:.2%}")
-        rows.append((preset, f"{row['bits']:.2f}", interval_text, *tops, by_kind, recall, answers))
-    report.table(("preset", "bits", "KL mean", "p99", "same top", "worst kind", "recall", "equal answers"), rows)
+        unseen = [(each["kl_mean"]["value"], kind) for kind, each in row.get("kind_left_out", {}).items()]
+        left_out = "{:.1e} {}".format(*max(unseen)) if unseen else ""
+        rows.append((preset, f"{row['bits']:.2f}", interval_text, *tops, by_kind, left_out, recall, answers))
+    columns = ("preset", "bits", "KL mean", "p99", "same top", "worst kind", "left out", "recall", "equal answers")
+    report.table(columns, rows)
     if options.out:
         report.write(options.out, "what do the codecs lose on a trained model", found)
 

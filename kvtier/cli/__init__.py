@@ -10,6 +10,7 @@ import typer
 
 from kvtier.cli import (  # noqa: F401
     bench,
+    calibrate,
     check,
     doctor,
     evict,

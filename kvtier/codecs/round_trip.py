@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from kvtier.codecs.int8.codec import Int8Coder
+from kvtier.codecs.transform.codec import TransformCoder
+from kvtier.codecs.transform.reference import layer_bytes
+from kvtier.codecs.transform.table import PRESET_BITS, read_table
 from kvtier.codecs.turboquant.codec import TurboquantCoder
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.codecs.vectors import LayerCoder
@@ -12,26 +17,35 @@ from kvtier.format.geometry import Extent
 
 
 def round_trip(
-    k: torch.Tensor, v: torch.Tensor, preset: str, rope_base: float = 0.0, first_layer: int = 0, chunk_tokens: int = 256
+    k: torch.Tensor,
+    v: torch.Tensor,
+    preset: str,
+    rope_base: float = 0.0,
+    chunk_tokens: int = 256,
+    table: Path | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as they come back, of the same shapes and dtype.
 
-    k, v: (layers, heads, tokens, size), on any device; tokens a multiple of `chunk_tokens`. preset: "int8" or of
-    turboquant's PRESETS. rope_base: of K's rotary embedding, for the presets that take it off. first_layer: number
-    within the model of the first of `layers`. Raises ValueError where a chunk is refused.
+    k, v: (layers, heads, tokens, size), on any device; tokens a multiple of `chunk_tokens`. preset: "int8", of
+    turboquant's PRESETS, or of transform's PRESET_BITS with the model's table. rope_base: of K's rotary embedding, for
+    turboquant. `layers` are the model's first. Raises ValueError where a chunk is
+    refused.
     """
     layers, heads, tokens, _ = k.shape
     n_chunks, rest = divmod(tokens, chunk_tokens)
     if rest:
         raise ValueError(f"{tokens} tokens are not whole chunks of {chunk_tokens}")
-    held = Extent(first_layer, layers, 0, heads)
-    coder = make_coder(preset, (k.shape[-1], v.shape[-1]), held, chunk_tokens, rope_base, k.device)
+    held = Extent(0, layers, 0, heads)
+    if table is not None:
+        coder: LayerCoder = TransformCoder(read_table(table, preset), held, chunk_tokens, k.device)
+    else:
+        coder = make_coder(preset, (k.shape[-1], v.shape[-1]), held, chunk_tokens, rope_base, k.device)
     back_k, back_v = torch.empty_like(k), torch.empty_like(v)
     for chunk in range(n_chunks):
         part = slice(chunk * chunk_tokens, (chunk + 1) * chunk_tokens)
         for layer in range(layers):
-            cells = Extent(first_layer + layer, 1, 0, heads)
-            encoded = coder.encode(k[layer, :, part], v[layer, :, part], cells)
+            cells = Extent(layer, 1, 0, heads)
+            encoded = coder.encode(k[layer, :, part], v[layer, :, part], cells, part.start)
             if encoded.refused.any():
                 raise ValueError(f"chunk {chunk}, layer {layer}: refused in heads {encoded.refused.nonzero().tolist()}")
             back_k[layer, :, part], back_v[layer, :, part] = coder.decode(encoded.data, cells, k.dtype)
@@ -41,7 +55,7 @@ def round_trip(
 def make_coder(
     preset: str, sizes: tuple[int, int], held: Extent, chunk_tokens: int, rope_base: float, device: torch.device
 ) -> LayerCoder:
-    """Return the reference of a preset. sizes: of heads, of K and of V."""
+    """Return the reference of a preset that needs no table. sizes: of heads, of K and of V."""
     if preset == "int8":
         return Int8Coder(chunk_tokens, *sizes)
     slab_format = SlabFormat(chunk_tokens, *sizes, PRESETS[preset], rope_base)
@@ -50,5 +64,7 @@ def make_coder(
 
 def bits_of(preset: str, size: int, chunk_tokens: int = 256) -> float:
     """Return the bits that a preset stores for an element, all side information included. size: of a head."""
+    if preset in PRESET_BITS:
+        return 8 * layer_bytes(PRESET_BITS[preset] * size // 4, chunk_tokens, size, size) / (2 * size * chunk_tokens)
     coder = make_coder(preset, (size, size), Extent(0, 1, 0, 1), chunk_tokens, 0.0, torch.device("cpu"))
     return 8 * coder.n_bytes(range(1)) / (2 * size * chunk_tokens)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import quality
-from benchmarks.quality import GRAM, PrefixKV, interval, measure, rows_of, uniform
+from benchmarks.quality import Amount, PrefixKV, interval, measure, rows_of, uniform
 from kvtier.codecs.round_trip import bits_of
+from kvtier.codecs.transform import model_statistics, texts
 
 
 class ByteModel(quality.Model):
@@ -25,6 +26,7 @@ class ByteModel(quality.Model):
         self.folder, self._cache_folder, self._make_cache = Path("bytes"), cache, transformers.DynamicCache
         self._model, self._needs_bos = transformers.LlamaForCausalLM(config).eval(), False
         self._model.requires_grad_(False)
+        self.tokenizer = None
         self.rope_base = 10_000.0
 
     def ids(self, text: str, is_start: bool = False) -> list[int]:
@@ -37,19 +39,23 @@ def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "RECALL_TOKENS", 256 * 12)
     monkeypatch.setattr(quality, "TEXT_TOKENS", 16)
     monkeypatch.setattr(quality, "GREEDY_TOKENS", 4)
-    monkeypatch.setattr(quality, "KINDS", {"code": (".py",), "prose": (".py",)})
+    monkeypatch.setattr(quality, "KINDS", ("code", "prose"))
+    monkeypatch.setattr(texts, "KINDS", dict.fromkeys(("code", "prose", "dialogue"), (".py",)))
+    monkeypatch.setattr(texts, "GRAM", 30)  # of bytes
+    monkeypatch.setattr(model_statistics, "PREFIX_TOKENS", 256)
+    monkeypatch.setattr(model_statistics, "TEXT_TOKENS", 16)
 
 
 def test_presets_lose_in_the_order_of_their_bits(tmp_path: Path) -> None:
     presets = ("raw", "int8", "k4v4")
-    found = measure(ByteModel(tmp_path), presets, n_rows=2, n_recall=1, n_greedy=2)["presets"]
+    found = measure(ByteModel(tmp_path), presets, Amount(2, 1, 2))["presets"]
     raw, int8, k4v4 = (found[preset]["kl_mean"]["value"] for preset in presets)
     assert 0 < raw < k4v4 and int8 < k4v4 / 10
     assert [found[preset]["greedy"]["answers"] for preset in presets] == [4, 4, 4]
     assert found["raw"]["recall"]["asked"] == 8
     assert found["int8"]["bits"] == bits_of("int8", 64) < 8.4
     assert (
-        measure(ByteModel(tmp_path), presets, n_rows=2, n_recall=0, n_greedy=0)["presets"]["int8"]["kl_mean"]
+        measure(ByteModel(tmp_path), presets, Amount(2, 0, 0))["presets"]["int8"]["kl_mean"]
         == (found["int8"]["kl_mean"])
     ), "the same rows, from the cache"
 
@@ -57,7 +63,7 @@ def test_presets_lose_in_the_order_of_their_bits(tmp_path: Path) -> None:
 def test_rows_share_no_run_of_tokens() -> None:
     seen: set[tuple[int, ...]] = set()
     rows = rows_of("code", ByteModel(), 3, 300, seen)
-    grams = [{tuple(row[i : i + GRAM]) for i in range(len(row) - GRAM + 1)} for row in rows]
+    grams = [{tuple(row[i : i + texts.GRAM]) for i in range(len(row) - texts.GRAM + 1)} for row in rows]
     assert not grams[0] & grams[1] and not grams[1] & grams[2] and set.union(*grams) == seen
 
 

@@ -5,12 +5,12 @@ what follows with respect to a token's vector: N says which errors cost the mode
 
     N' = N / (trace(N) / d) + METRIC_FLOOR * I;   S = sqrt(N');   C' = C + COVARIANCE_FLOOR * (trace(C) / d) * I
     U, l = eigenvectors and eigenvalues, descending, of S C' S
-    components = (x - mean) S U H diag(l)^-1/2
+    components = (x - mean) S U diag(l)^-1/2
 
-H mixes groups of 8 neighbours by a Hadamard matrix, so that they share a variance, the mean of their l. A component's
-error of one bit more or less costs its l times the head's weight, (M * E)^WEIGHT_POWER / E: M the mean of |g|^2 / d, E
-the mean of l. The power below 1 keeps a calibration on other text than is served from starving a plane. A step gives
-each head of one layer a bit for the group that gains most of it; steps go to the layers that gain most of them.
+A component's error of one bit more or less costs its l times the head's weight, (M * E)^WEIGHT_POWER / E: M the mean of
+|g|^2 / d, E the mean of l. The power below 1 keeps a calibration on other text than is served from starving a plane.
+Each byte of a group goes to the 8 bits that gain most. A step gives each head of one layer a byte, for the group that
+gains most of it; steps go to the layers that gain most of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from kvtier.codecs.transform.curve import levels
 from kvtier.codecs.transform.table import BITS_MAX, FORWARD_MAX, GROUP, PRESET_BITS
 
-METRIC_FLOOR, COVARIANCE_FLOOR, WEIGHT_POWER = 0.1, 1e-4, 0.75
+METRIC_FLOOR, COVARIANCE_FLOOR, WEIGHT_POWER = 0.1, 1e-4, 0.6
 SCALE_EXPONENT = 8  # a channel's deviation becomes a whole number of 2^8 to 2^9
 
 
@@ -45,10 +45,6 @@ class PlaneStatistics(NamedTuple):
         return cls(x.mean(2), x.mT @ x / x.shape[2], robust.mT @ robust / x.shape[2], norm.square().mean((2, 3)))
 
 
-def mean_of(rows: list[PlaneStatistics]) -> PlaneStatistics:
-    return PlaneStatistics(*(torch.stack(each).mean(0) for each in zip(*rows, strict=True)))
-
-
 def table_tensors(k: PlaneStatistics, v: PlaneStatistics, frequencies: torch.Tensor) -> Mapping[str, torch.Tensor]:
     """Return the tensors of a table (kvtier.codecs.transform.table)."""
     values, errors = levels()
@@ -59,22 +55,26 @@ def table_tensors(k: PlaneStatistics, v: PlaneStatistics, frequencies: torch.Ten
         tensors |= {f"{name}.{field}": tensor for field, tensor in found.items()}
         costs.append(cost)
     gains = torch.tensor(errors[:-1], dtype=torch.float64) - torch.tensor(errors[1:], dtype=torch.float64)
-    gained = torch.cat(costs, -1).unsqueeze(-1) * gains  # (L, H, groups, bits)
-    ranked = gained.flatten(2).sort(-1, descending=True)
-    of_steps = ranked.values.sum(1)  # (L, steps), descending
+    gained = torch.cat(costs, -1).unsqueeze(-1) * gains  # (L, H, components, bits)
+    in_groups = gained.view(*gained.shape[:2], -1, GROUP * BITS_MAX).sort(-1, descending=True)
+    shape = in_groups.values.shape
+    of_bytes = in_groups.values.view(*shape[:2], -1, 8).sum(-1).sort(-1, descending=True)
+    of_steps = of_bytes.values.sum(1)  # (L, steps), descending
     for preset, bits in PRESET_BITS.items():
-        n_steps = bits * of_steps.numel() // BITS_MAX
+        n_steps = bits * gained.shape[0] * gained.shape[2] // 8
         is_taken = torch.zeros(of_steps.numel()).scatter(0, of_steps.flatten().topk(n_steps).indices, 1.0)
         taken = is_taken.view(of_steps.shape).sum(-1, keepdim=True).unsqueeze(1)
-        is_given = (ranked.indices.argsort(-1) < taken).view(gained.shape)
-        given = is_given.sum(-1).to(torch.uint8)
+        is_given = (of_bytes.indices.argsort(-1) < taken).view(*shape[:3], BITS_MAX)
+        n_bits = 8 * is_given.sum(-1, keepdim=True)
+        is_coded = (in_groups.indices.argsort(-1) < n_bits).view(gained.shape)
+        given = is_coded.sum(-1).to(torch.uint8)
         n_k = costs[0].shape[-1]
         tensors[f"{preset}.k"], tensors[f"{preset}.v"] = given[..., :n_k], given[..., n_k:]
     return tensors
 
 
 def _plane(plane: PlaneStatistics) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return a plane's tensors, and what the error of each group costs, (L, H, groups)."""
+    """Return a plane's tensors, and what the error of each component costs, (L, H, d)."""
     size = plane.mean.shape[-1]
     unit = torch.eye(size, dtype=torch.float64)
     covariance = plane.moment - plane.mean.unsqueeze(-1) * plane.mean.unsqueeze(-2)
@@ -85,19 +85,14 @@ def _plane(plane: PlaneStatistics) -> tuple[dict[str, torch.Tensor], torch.Tenso
     inverse_root = (vectors / values.sqrt().unsqueeze(-2)) @ vectors.mT
     variances, axes = torch.linalg.eigh(root @ covariance @ root)
     variances, axes = variances.flip(-1).clamp(min=1e-30), axes.flip(-1)
-    hadamard = torch.ones(1, 1, dtype=torch.float64)
-    while len(hadamard) < GROUP:
-        hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), hadamard)
-    mixed = axes @ torch.kron(torch.eye(size // GROUP, dtype=torch.float64), hadamard / GROUP**0.5)
-    of_groups = variances.unflatten(-1, (-1, GROUP)).mean(-1)
-    deviations = of_groups.sqrt().repeat_interleave(GROUP, -1)
-    mean_variance = of_groups.mean(-1, keepdim=True)
+    deviations = variances.sqrt()
+    mean_variance = variances.mean(-1, keepdim=True)
     weight = (plane.power.unsqueeze(-1) * mean_variance).clamp(min=1e-300) ** WEIGHT_POWER / mean_variance
     exponents = torch.floor(covariance.diagonal(dim1=-2, dim2=-1).sqrt().log2())
     scale = torch.exp2(SCALE_EXPONENT - exponents)
-    forward = (root @ mixed) / deviations.unsqueeze(-2) / scale.unsqueeze(-1)
+    forward = (root @ axes) / deviations.unsqueeze(-2) / scale.unsqueeze(-1)
     step = forward.abs().amax(-2) / FORWARD_MAX
-    inverse = deviations.unsqueeze(-1) * (mixed.mT @ inverse_root)
+    inverse = deviations.unsqueeze(-1) * (axes.mT @ inverse_root)
     back = inverse.abs().amax(-2)
     tensors = {
         "mean": plane.mean.float(),
@@ -107,7 +102,7 @@ def _plane(plane: PlaneStatistics) -> tuple[dict[str, torch.Tensor], torch.Tenso
         "inverse": (inverse / back.unsqueeze(-2)).to(torch.float16),
         "back": back.float(),
     }
-    return tensors, of_groups * weight
+    return tensors, variances * weight
 
 
 def _trace(matrix: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,14 @@ vector x of d elements, K with its rotary embedding taken off or V, and its head
 
     u = (x - mean) * scale;   2^p <= max |u| < 2^(p + 1);   e = max(0, p - 13);   q = rint(u * 2^-e)      |q| <= 2^14
     n = (q . forward) * unit                                components, each of variance 1 or so, times 2^e
-    S = sum rint(min(n^2, 2^14) * 2^8), m = max |n| / top   over components of 1 bit or more; top: of their levels
-    g = max(sqrt(S * fp32(2^-8 / count)), PEAK_SHARE * m, 2^-12), rounded to 4 significant bits
+    2^p <= max(2^-12, max |n|) < 2^(p + 1);  S = sum rint((n * 2^-p)^8 * 2^12)   over components of 1 bit or more
+    g = 2^p * the 8th root of S * fp32(2^-12 / (105 * count)), but 2^-12 at least; rounded to 4 significant bits
     gain = (exponent and 3 bits of g) + 8 * e - GAIN_LEAST, held within 0 and 255; g is made of it again
     code = curve(n * (1 / g))                               kvtier.codecs.transform.curve
     x' = mean + (levels[code] . inverse) * (back * g * 2^e)
 
-The gain follows a token's energy and its largest component; PEAK_SHARE had the least loss of those tried.
+g would be 1 for a normal variable of variance 1. The eighth power follows a token's largest components, which the
+quantizers would clip: it had less loss than lower powers, and than the better of the root mean square and the peak.
 K is turned by its position within the chunk, then by the chunk's place in the prompt: angles are frequency * position,
 in fp64, their cosines and sines fp32. The first RAW_TOKENS tokens of each chunk are stored as they are, too.
 
@@ -19,7 +20,7 @@ A slab is the record's layers one after the other, then padding. A layer of T to
 
     bytes                          content
     T * R                          codes: a row for each token, group after group of K, then of V. The 8 codes of a
-                                   group of b bits are b bytes, little-endian, code i in bits [i * b, (i + 1) * b)
+                                   group, the first in the lowest bits, are a little-endian number of whole bytes
     T, T                           gains of K, gains of V
     RAW_TOKENS * (dk + dv) * 2     K, then V of the first tokens: in the engine's dtype, bf16 where that is fp32
     16                             position of the chunk's first token in the prompt (u32, little-endian), zeros
@@ -39,16 +40,15 @@ import numpy as np
 import torch
 
 from kvtier.codecs.transform.curve import CURVES
-from kvtier.codecs.transform.table import BITS_MAX, GROUP, LEVELS, PlaneTable
+from kvtier.codecs.transform.table import GROUP, LEVELS, PlaneTable
 from kvtier.codecs.vectors import EncodedLayer
 
 RAW_TOKENS = 1  # tokens at the start of a chunk that are stored as they are
 POSITION_BYTES = 16
 U_MAX = 2.0**30
 Q_EXPONENT = 13  # exponent of the largest q
-SQUARE_MAX, SQUARE_UNIT = 2.0**14, 2.0**8
+POWER_UNIT = 2.0**12  # of eighth powers
 GAIN_MIN, GAIN_LEAST = 2.0**-12, (127 - 12) * 8
-PEAK_SHARE = 0.75
 
 
 def layer_bytes(row_bytes: int, tokens: int, k_size: int, v_size: int) -> int:
@@ -60,8 +60,8 @@ class PlaneCoder(NamedTuple):
     """Tables of a plane of one layer's heads, (heads, 1, d) where nothing else is said.
 
     mean, scale, unit, back: of PlaneTable. forward: (heads, d, d) fp64, inverse: fp32. bits: int64, of a component;
-    widths: (heads, 1, groups) uint8, of its group. counted: (heads, 1, 1), factor of S. inverse_top: 1 / top, 0 where
-    there are no bits. first: (heads, 1, d), the level of code 0. levels: all of the table, and a zero.
+    counted: (heads, 1, 1), factor of S. first: the level of code 0.
+    levels: all of the table, and a zero.
     """
 
     mean: torch.Tensor
@@ -71,9 +71,7 @@ class PlaneCoder(NamedTuple):
     forward: torch.Tensor
     inverse: torch.Tensor
     bits: torch.Tensor
-    widths: torch.Tensor
     counted: torch.Tensor
-    inverse_top: torch.Tensor
     first: torch.Tensor
     levels: torch.Tensor
 
@@ -81,16 +79,13 @@ class PlaneCoder(NamedTuple):
     def of(cls, table: PlaneTable, levels: torch.Tensor) -> PlaneCoder:
         """table: of one layer, (heads, ...)."""
         mean, scale, unit, back = (tensor.unsqueeze(1) for tensor in (table.mean, table.scale, table.unit, table.back))
-        bits = table.bits.long().repeat_interleave(GROUP, -1)
+        bits = table.bits.long()
         values = torch.cat([levels[: LEVELS - 2].float(), torch.zeros(2, device=levels.device)])
         first = torch.where(bits > 0, (1 << bits) - 2, LEVELS - 2)
-        tops = values[first + (1 << bits) - 1]
-        counted = (1 / SQUARE_UNIT) / (bits > 0).sum(-1, keepdim=True).clamp(min=1).float()
-        inverse_top = torch.where(bits > 0, 1 / tops, 0.0)
+        counted = (1 / POWER_UNIT) / (105 * (bits > 0).sum(-1, keepdim=True)).clamp(min=1).float()
         forward, inverse = table.forward.double(), table.inverse.float()
-        of_bits = (bits, table.bits, counted, inverse_top, first)
-        bits, widths, counted, inverse_top, first = (tensor.unsqueeze(1) for tensor in of_bits)
-        return cls(mean, scale, unit, back, forward, inverse, bits, widths, counted, inverse_top, first, values)
+        bits, counted, first = (tensor.unsqueeze(1) for tensor in (bits, counted, first))
+        return cls(mean, scale, unit, back, forward, inverse, bits, counted, first, values)
 
 
 def encode_layer(
@@ -101,8 +96,8 @@ def encode_layer(
     raw = [_bytes(x[:, :RAW_TOKENS].to(_raw_dtype(x.dtype))) for x in (k, v)]
     planes = turned(k.float(), frequencies, position, False), v.float()
     found = [_encode_vectors(x, coder) for x, coder in zip(planes, coders, strict=True)]
-    widths = torch.cat([coder.widths for coder in coders], -1)
-    rows = _pack(torch.cat([each.codes for each in found], -1), widths)
+    bits = torch.cat([coder.bits for coder in coders], -1)
+    rows = _pack(torch.cat([each.codes for each in found], -1), bits)
     place = np.array([position, 0, 0, 0], dtype="<u4").view(np.uint8)
     places = torch.from_numpy(place).to(k.device).expand(heads, -1)
     parts = [rows.flatten(1), *(each.gains for each in found), *raw, places]
@@ -117,8 +112,8 @@ def decode_layer(
     raw_bytes = [RAW_TOKENS * size * 2 for size in sizes]
     n_codes = data.shape[-1] - 2 * tokens - sum(raw_bytes) - POSITION_BYTES
     rows, *gains, raw_k, raw_v, place = torch.split(data, [n_codes, tokens, tokens, *raw_bytes, POSITION_BYTES], -1)
-    widths = torch.cat([coder.widths for coder in coders], -1)
-    codes = _unpack(rows.reshape(len(data), tokens, -1), widths)
+    bits = torch.cat([coder.bits for coder in coders], -1)
+    codes = _unpack(rows.reshape(len(data), tokens, -1), bits)
     parts = codes[..., : sizes[0]], codes[..., sizes[0] :]
     k, v = (_decode_vectors(*each) for each in zip(parts, gains, coders, strict=True))
     position = int(place[0, :4].cpu().numpy().view("<u4")[0])
@@ -145,10 +140,12 @@ def _encode_vectors(x: torch.Tensor, coder: PlaneCoder) -> _PlaneCodes:
     u = torch.where(is_sound, u, 0.0)
     e = (torch.frexp(u.abs().amax(-1, keepdim=True)).exponent - 1 - Q_EXPONENT).clamp(min=0)
     n = (torch.round(torch.ldexp(u, -e)).double() @ coder.forward).float() * coder.unit
-    squares = torch.round((n * n).clamp(max=SQUARE_MAX) * SQUARE_UNIT) * (coder.bits > 0)
-    energy = squares.sum(-1, keepdim=True, dtype=torch.float64).float() * coder.counted
-    peak = (n.abs() * coder.inverse_top).amax(-1, keepdim=True) * PEAK_SHARE
-    g = torch.maximum(_square_root(energy), peak).clamp(min=GAIN_MIN)
+    coded = n * (coder.bits > 0)
+    power = (coded.abs().amax(-1, keepdim=True).clamp(min=GAIN_MIN).view(torch.int32) >> 23 << 23).view(torch.float32)
+    fourths = (coded * (1 / power)).square().square()
+    total = torch.round(fourths.square() * POWER_UNIT).sum(-1, keepdim=True, dtype=torch.float64).float()
+    root = _square_root(_square_root(_square_root(total * coder.counted)))
+    g = (root * power).clamp(min=GAIN_MIN)
     gain = (((g.view(torch.int32) + (1 << 19)) >> 20) + 8 * e - GAIN_LEAST).clamp(0, 255)
     inverse = 1 / ((gain + GAIN_LEAST - 8 * e) << 20).view(torch.float32)
     rate, c1, c3, c5 = _curves(x.device)[:, coder.bits]
@@ -191,26 +188,36 @@ def _curves(device: torch.device) -> torch.Tensor:
     return torch.tensor(CURVES, dtype=torch.float32, device=device).T.contiguous()
 
 
-def _pack(codes: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
-    """(heads, T, bytes of a row) uint8. codes: (heads, T, d) int64; widths: (heads, 1, groups)."""
-    widths = widths.long()
-    shifts = torch.arange(GROUP, device=codes.device)
-    words = (codes.view(*codes.shape[:2], -1, GROUP) << (shifts * widths.unsqueeze(-1))).sum(-1)
-    parts = (words.unsqueeze(-1) >> (8 * shifts)) & 255
-    is_there = shifts < widths.squeeze(1).unsqueeze(-1)
+class _GroupBits(NamedTuple):
+    """shifts: (heads, 1, groups, GROUP), of codes within their group's number. is_there: (heads, groups, 8) bool, bytes
+    of the number that are stored."""
+
+    shifts: torch.Tensor
+    is_there: torch.Tensor
+
+    @classmethod
+    def of(cls, bits: torch.Tensor) -> _GroupBits:
+        groups = bits.view(len(bits), 1, -1, GROUP)
+        ends = groups.cumsum(-1)
+        return cls(ends - groups, torch.arange(8, device=bits.device) * 8 < ends[:, 0, :, -1:])
+
+
+def _pack(codes: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """(heads, T, bytes of a row) uint8. codes: (heads, T, d) int64; bits: (heads, 1, d)."""
+    shifts, is_there = _GroupBits.of(bits)
+    numbers = (codes.view(*codes.shape[:2], -1, GROUP) << shifts).sum(-1, keepdim=True)
+    parts = (numbers >> (8 * torch.arange(8, device=codes.device))) & 255
     return torch.stack([part[:, there] for part, there in zip(parts, is_there, strict=True)]).to(torch.uint8)
 
 
-def _unpack(rows: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
+def _unpack(rows: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """(heads, T, d) int64. rows: (heads, T, bytes)."""
-    widths = widths.long()
-    shifts = torch.arange(BITS_MAX, device=rows.device)
-    is_there = shifts < widths.squeeze(1).unsqueeze(-1)
+    shifts, is_there = _GroupBits.of(bits)
     parts = torch.zeros(*rows.shape[:2], *is_there.shape[1:], dtype=torch.int64, device=rows.device)
     for part, row, there in zip(parts, rows, is_there, strict=True):
         part[:, there] = row.long()
-    words = (parts << (8 * shifts)).sum(-1, keepdim=True)
-    return ((words >> (shifts * widths.unsqueeze(-1))) & ((1 << widths.unsqueeze(-1)) - 1)).flatten(-2)
+    numbers = (parts << (8 * torch.arange(8, device=rows.device))).sum(-1, keepdim=True)
+    return ((numbers >> shifts).flatten(-2)) & ((1 << bits) - 1)
 
 
 def _square_root(x: torch.Tensor) -> torch.Tensor:

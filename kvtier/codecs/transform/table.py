@@ -9,14 +9,14 @@ L layers, H KV heads, of each plane (k, v) d elements a head. Components are wha
     <plane>.unit       (L, H, d)      fp32   of components, which have a variance of about 1 then
     <plane>.inverse    (L, H, d, d)   fp16   components -> elements, (component, element)
     <plane>.back       (L, H, d)      fp32   unit of the elements that `inverse` makes
-    <preset>.<plane>   (L, H, d / 8)  uint8  bits of each component, by groups of 8; of each preset
+    <preset>.<plane>   (L, H, d)      uint8  bits of each component; of each preset
     levels             (512,)         fp16   what codes stand for: code c of b bits is at 2^b - 2 + c
     frequencies        (L, dk / 2)    fp64   angles by which the rotary embedding turns pairs (j, j + dk / 2) of K at
                                              each position, radians; 0 where K stays as it is
 
-Metadata: `format`, `model` (name), `weights` (kvtier.model.weights_fingerprint). The bits of the groups of K and V,
-summed up, are the same in all heads of a layer, so that slabs have one size; over all layers they are the preset's on
-average.
+Metadata: `format`, `model` (name), `weights` (kvtier.model.weights_fingerprint). The bits of 8 neighbours, a group, are
+whole bytes. Those of K and V together are as many in all heads of a layer, so that slabs have one size; over all layers
+they are the preset's on average.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvtier.model.safetensors import header_size, parse_header
 KEY = "codec_table"
 FORMAT = "kvtier transform table 1"
 PRESET_BITS = {"tc4": 4, "tc3": 3}  # bits of a component on average, by preset
-GROUP = 8  # components that share a number of bits
+GROUP = 8  # components whose codes are whole bytes together
 BITS_MAX = 8
 LEVELS = 512
 FORWARD_MAX = 127 * 256  # largest magnitude in `forward`: both of its bytes, taken as signed, fit int8
@@ -45,7 +45,7 @@ HASH_BYTES = 16
 
 
 class PlaneTable(NamedTuple):
-    """Tensors of K or of V, as in the file. bits: of the preset in use, (L, H, groups)."""
+    """Tensors of K or of V, as in the file. bits: of the preset in use."""
 
     mean: torch.Tensor
     scale: torch.Tensor
@@ -77,7 +77,7 @@ class TransformTable:
     @property
     def row_bytes(self) -> torch.Tensor:
         """Bytes of a token's codes, K's and V's together, (L, H) int64."""
-        return torch.cat([self.k.bits, self.v.bits], -1).sum(-1, dtype=torch.int64)
+        return torch.cat([self.k.bits, self.v.bits], -1).sum(-1, dtype=torch.int64) // 8
 
     def check_geometry(self, geometry: Geometry) -> None:
         """Raises ConfigError for a model of another shape."""
@@ -133,18 +133,20 @@ def _check(table: TransformTable, bits: int) -> None:
     layers, heads, k_size = table.k.mean.shape
     for name, plane in (("k", table.k), ("v", table.v)):
         size = plane.mean.shape[-1]
+        if size not in HEAD_SIZES:
+            raise ValueError(f"heads of {size} elements")
         vector, matrix = (layers, heads, size), (layers, heads, size, size)
-        shapes = (vector, vector, matrix, vector, matrix, vector, (layers, heads, size // GROUP))
+        shapes = (vector, vector, matrix, vector, matrix, vector, vector)
         dtypes = ("float32", "float32", "int16", "float32", "float16", "float32", "uint8")
         for field, tensor, shape, dtype in zip(PlaneTable._fields, plane, shapes, dtypes, strict=True):
             _check_tensor(f"{name}.{field}", tensor, shape, dtype)
-        if size % GROUP or size not in HEAD_SIZES:
-            raise ValueError(f"heads of {size} elements")
         exponents = torch.frexp(plane.scale)
         if not ((exponents.mantissa == 0.5).all() and (exponents.exponent.abs() < 100).all()):
             raise ValueError(f"{name}.scale has other numbers than powers of two")
         if plane.forward.int().abs().max() > FORWARD_MAX or plane.bits.max() > BITS_MAX:
             raise ValueError(f"{name}.forward or the bits of {name} are out of range")
+        if (plane.bits.view(layers, heads, -1, GROUP).sum(-1) % 8).any():
+            raise ValueError(f"the bits of a group of {name} are not whole bytes")
     _check_tensor("levels", table.levels, (LEVELS,), "float16")
     _check_tensor("frequencies", table.frequencies, (layers, k_size // 2), "float64")
     total = table.row_bytes

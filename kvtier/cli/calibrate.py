@@ -1,0 +1,47 @@
+"""`kvtier calibrate MODEL --out FILE`: make the table that the codecs tc4 and tc3 need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from kvtier.cli.app import NotDone, app
+from kvtier.cli.progress import progress
+
+
+@app.command()
+def calibrate(
+    model: Annotated[Path, Argument(help="folder of a checkpoint, with its tokenizer")],
+    out: Annotated[Path, Option(help="file of the table")],
+    text: Annotated[list[Path] | None, Option(help="text file to calibrate with; may be given again")] = None,
+    rows: Annotated[int, Option(min=1, help="rows of 1,280 tokens of each kind of text, or of each file")] = 4,
+    device: Annotated[str, Option(help="cpu or cuda")] = "cpu",
+) -> None:
+    """Make the table of the codecs tc4 and tc3 for a model: minutes on a GPU, and for small models on a CPU.
+
+    It needs transformers. Without --text it takes prose, code, tables and dialogue that packages and the system of this
+    machine hold. Give texts that are like what is served: the codecs lose most on kinds that they have not seen.
+    """
+    from kvtier.codecs.transform.calibrate import table_tensors
+    from kvtier.codecs.transform.model_statistics import PREFIX_TOKENS, TEXT_TOKENS, CalibratedModel, default_rows
+    from kvtier.codecs.transform.table import write_table
+    from kvtier.model.weights_fingerprint import weights_fingerprint
+
+    weights = weights_fingerprint(model, None)
+    loaded = CalibratedModel.load(model, device)
+    if text:
+        n_tokens, found = PREFIX_TOKENS + TEXT_TOKENS, []
+        for path in text:
+            ids = loaded.tokens(path.read_text(errors="replace"))
+            found += [ids[i * n_tokens : (i + 1) * n_tokens] for i in range(min(rows, len(ids) // n_tokens))]
+    else:
+        found = default_rows(loaded, rows)
+    if not found:
+        raise NotDone("no text has 1,280 tokens: give longer files with --text")
+    with progress("Calibrating", "rows") as show:
+        frequencies = loaded.frequencies(found[0])
+        statistics = loaded.statistics(found, frequencies, show)
+    write_table(out, table_tensors(*statistics, frequencies), model.resolve().name, weights)
+    print(f"{out}: table of {model.resolve().name} from {len(found)} rows of text; set codec_table to its path")
