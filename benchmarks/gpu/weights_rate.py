@@ -50,6 +50,8 @@ def _kvtier(
     from kvtier.weights.reader import WeightReader
 
     yield None
+    reader = WeightReader()
+    reader.prepare(next(iter(parameters.values())).device)
     numbers = {name: number for number, name in enumerate(parameters)}
     places = {tensor.name: (numbers[tensor.parameter], 2 * tensor.at) for tensor in tensors}
     rows = []
@@ -58,7 +60,6 @@ def _kvtier(
             size = entry.stop - entry.start
             rows.append((file, entry.start, 1, size, size, *places[name], size))
     planned_s = time.perf_counter()
-    reader = WeightReader()
     expected = manifest.of_files(files) if verify else None
     done = reader.read(files, np.array(rows, np.int64), list(parameters.values()), expected)
     yield {"planned_s": planned_s, "read_s": done.seconds, "bytes_read": done.bytes_read}

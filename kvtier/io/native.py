@@ -51,6 +51,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("kvtier_batch_results", c.c_int, [handle, c.c_void_p, c.c_void_p, c.c_void_p]),
         ("kvtier_batch_free", None, [handle]),
         ("kvtier_slots_open", c.c_int, [c.c_void_p, c.POINTER(handle), c.c_char_p, c.c_size_t]),
+        ("kvtier_slots_prepare", c.c_int, [handle, c.c_char_p, c.c_size_t]),
         ("kvtier_slots_free", None, [handle]),
         (
             "kvtier_range_start",

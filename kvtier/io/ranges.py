@@ -87,6 +87,13 @@ class RangeReader:
             raise TierUnavailable(f"CUDA device {self.device_ordinal} cannot be used for I/O: {message.of(error)}")
         self._handle = handle
 
+    def prepare(self) -> None:
+        """Begin to allocate and pin all slots, on threads of their own; without it, reads do as they need them."""
+        message = Message()
+        error = library.kvtier_slots_prepare(self._handle, *message.room)
+        if error:
+            raise TierUnavailable(f"threads cannot be started: {message.of(error)}")
+
     def read(
         self,
         files: npt.NDArray[np.void],

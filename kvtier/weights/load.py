@@ -47,11 +47,11 @@ def load(
     """Load files. See `kvtier.weights.load_files`."""
     files = [Path(name) for name in filenames]
     place = _device(device)
-    with unchanged(files):
+    with unchanged(files), WeightReader(progress=progress) as reader:
+        reader.prepare(place)
         layout = _layout(files)
         buffers = [torch.empty(size, dtype=torch.uint8, device=place) for size in layout.sizes]
-        with WeightReader(progress=progress) as reader:
-            reader.read(files, layout.copies, buffers, manifest.of_files(files))
+        reader.read(files, layout.copies, buffers, manifest.of_files(files))
     return {name: _view(buffers[number], start, entry) for name, (number, start, entry) in layout.places.items()}
 
 

@@ -135,18 +135,26 @@ class WeightReader:
         reason = "the file ends here, too early" if failure.error == errno.ENODATA else os.strerror(failure.error)
         return WeightsUnreadable(files[failure.file], failure.offset, _CANNOT_READ.format(reason))
 
+    def prepare(self, device: torch.device) -> None:
+        """Begin to pin the buffers for a CUDA device, while headers are read or a model is built. Raises as `read`."""
+        if device.type == "cuda":
+            self._open(device.index if device.index is not None else torch.cuda.current_device()).prepare()
+
     def _reader_for(self, targets: Sequence[torch.Tensor]) -> RangeReader:
         devices = {target.device for target in targets}
         ordinals = {device.index for device in devices if device.type == "cuda"}
         if len(ordinals) > 1 or any(device.type not in ("cpu", "cuda") for device in devices):
             raise ValueError(f"targets on {sorted(map(str, devices))}: the CPU and one CUDA device are possible")
-        ordinal = ordinals.pop() if ordinals else None
-        if ordinal is not None:
-            # Kernels that still write to the targets' memory, as those that fill new parameters.
-            torch.cuda.synchronize(ordinal)
-        if self._ranges is not None and ordinal not in (None, self._ranges.device_ordinal):
+        if not ordinals:
+            return self._ranges or self._open(None)
+        ordinal = ordinals.pop()
+        # Kernels that still write to the targets' memory, as those that fill new parameters.
+        torch.cuda.synchronize(ordinal)
+        return self._open(ordinal)
+
+    def _open(self, ordinal: int | None) -> RangeReader:
+        if self._ranges is None or self._ranges.device_ordinal != ordinal:
             self.close()
-        if self._ranges is None:
             self._ranges = RangeReader(ordinal)
         return self._ranges
 

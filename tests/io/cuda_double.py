@@ -53,7 +53,15 @@ class CudaDouble:
         self.path = path
         self.left_behind = 0
         self._lib = ctypes.CDLL(str(path))
-        for name in ("outstanding", "faults", "copies", "copying", "contexts_of_thread", "capture_mode_of_thread"):
+        for name in (
+            "outstanding",
+            "faults",
+            "failures_left",
+            "copies",
+            "copying",
+            "contexts_of_thread",
+            "capture_mode_of_thread",
+        ):
             getattr(self._lib, f"fake_{name}").restype = ctypes.c_int64
         self._lib.fake_delay.argtypes = [ctypes.c_int64]
         self._lib.fake_fail.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
@@ -119,6 +127,10 @@ class CudaDouble:
         while self.copying() != n_copies:
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
+
+    def failures_left(self) -> int:
+        """Of those asked for with `fail`."""
+        return int(self._lib.fake_failures_left())
 
     def fail(self, *calls: str, after: int = 0, times: int = 1) -> None:
         """These calls, after some that work, so many times in all, with CUDA_ERROR_OUT_OF_MEMORY."""

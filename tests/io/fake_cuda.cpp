@@ -156,6 +156,12 @@ EXPORT int64_t fake_copies() {
   return world().copies;
 }
 
+EXPORT int64_t fake_failures_left() {
+  World& w = world();
+  std::lock_guard<std::mutex> lock(w.mutex);
+  return w.failures;
+}
+
 // Copies that were asked for and have not ended.
 EXPORT int64_t fake_copying() {
   std::lock_guard<std::mutex> lock(world().mutex);

@@ -56,6 +56,7 @@ void range_reads_are_clean(const std::string& driver) {
   cuda.delay(20);
   for (int device = -1; device < 1; device++) {
     auto slots = slots_of(device);
+    slots->prepare();
     for (int round = 0; round < 3; round++) {
       Read read(slots, fd, device == 0);
       CHECK(read.job->wait(20s) && read.job->failure().error == 0 && read.landed());

@@ -7,7 +7,8 @@ import os
 import random
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -150,14 +151,38 @@ def test_copies_that_end_late_land_whole(cuda: CudaDouble, folder: Path) -> None
             assert [bytes(target.bytes)] == expected(folder, [whole()], [SIZE])
 
 
-def test_slots_are_pinned_once_and_freed(cuda: CudaDouble, folder: Path) -> None:
+@pytest.mark.parametrize("prepared", [False, True])
+def test_slots_are_pinned_once_and_freed(cuda: CudaDouble, folder: Path, prepared: bool) -> None:
     objects = cuda.outstanding()
+    target = Target(SIZE, on_device=True)
     with RangeReader(0, **SMALL) as reader:
-        for _ in range(2):
-            read(reader, folder, [whole()], [Target(SIZE, on_device=True)])
-            n_slots = cuda.outstanding() - objects - 1  # beside the context
-            assert 1 <= n_slots <= 6
-    assert cuda.outstanding() == objects
+        if prepared:
+            reader.prepare()
+        for _ in range(3):
+            target.bytes[:] = 0
+            assert read(reader, folder, [whole()], [target]).failure is None
+            assert [bytes(target.bytes)] == expected(folder, [whole()], [SIZE])
+        wait_for(lambda: 1 <= cuda.outstanding() - objects - 1 <= 6)  # beside the context
+        if prepared:
+            wait_for(lambda: cuda.outstanding() - objects - 1 == 6)
+    wait_for(lambda: cuda.outstanding() == objects)  # a thread that ends may hold them a little longer
+
+
+def test_slots_that_cannot_be_prepared_are_tried_again(cuda: CudaDouble, folder: Path) -> None:
+    cuda.fail("cuMemHostRegister", times=3)
+    target = Target(SIZE, on_device=True)
+    with RangeReader(0, **SMALL) as reader:
+        reader.prepare()
+        wait_for(lambda: cuda.failures_left() == 0)
+        assert read(reader, folder, [whole()], [target]).failure is None
+    assert [bytes(target.bytes)] == expected(folder, [whole()], [SIZE])
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,11 @@ EXPORT int kvtier_slots_open(const RangeOptions* options, kvtier_slots** slots, 
                                     [&] { *slots = new kvtier_slots{std::make_shared<RangeSlots>(*options)}; });
 }
 
+// Begins to make all buffers, so that the first read finds them.
+EXPORT int kvtier_slots_prepare(kvtier_slots* slots, char* message, size_t message_bytes) {
+  return kvtier::without_exceptions(message, message_bytes, [&] { slots->slots->prepare(); });
+}
+
 // Frees the buffers, or leaves that to the last thread of a read.
 EXPORT void kvtier_slots_free(kvtier_slots* slots) { delete slots; }
 

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <deque>
+#include <exception>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -21,16 +23,39 @@ constexpr uint64_t kPitchMax = uint64_t{1} << 31;  // of cuMemcpy2DAsync, exclus
 
 }  // namespace
 
-RangeSlots::RangeSlots(const RangeOptions& given) : options(given), of_threads(given.threads) {
-  if (options.has_device()) context = std::make_shared<PrimaryContext>(options.device_ordinal);
-  for (auto& slots : of_threads) slots.resize(options.slots);
+RangeSlots::RangeSlots(const RangeOptions& given)
+    : options(given),
+      context(given.has_device() ? std::make_shared<PrimaryContext>(given.device_ordinal) : nullptr),
+      threads_(given.threads) {
+  for (OfThread& slots : threads_) slots.buffers.resize(options.slots);
+}
+
+void RangeSlots::make_one(OfThread& slots) const {
+  const size_t made = slots.made.load(std::memory_order_relaxed);
+  if (made == slots.buffers.size()) return;
+  slots.buffers[made] = std::make_unique<PinnedBuffer>(context, options.piece_bytes);
+  slots.made.store(made + 1, std::memory_order_release);
+}
+
+void RangeSlots::prepare() {
+  for (OfThread& slots : threads_)
+    std::thread([self = shared_from_this(), &slots] {
+      become_worker();
+      try {
+        for (uint32_t i = 0; i < self->options.slots; i++) {
+          std::lock_guard<std::mutex> lock(slots.making);
+          self->make_one(slots);
+        }
+      } catch (const std::exception&) {
+        return;
+      }
+    }).detach();
 }
 
 // Stream, slots and copies in flight of one thread. Without a device, pieces have landed when land() returns.
 struct RangeJob::Stage {
-  explicit Stage(const RangeSlots& slots, std::vector<std::unique_ptr<PinnedBuffer>>& buffers)
-      : options(slots.options), context(slots.context), buffers(buffers), events(buffers.size()),
-        bytes(buffers.size()) {
+  Stage(const RangeSlots& all, RangeSlots::OfThread& slots)
+      : all(all), slots(slots), context(all.context), events(all.options.slots), bytes(all.options.slots) {
     if (!context) return;
     current = std::make_unique<CurrentContext>(*context);
     try {
@@ -51,10 +76,22 @@ struct RangeJob::Stage {
     if (stream != nullptr) context->driver.cuStreamDestroy(stream);
   }
 
-  uint8_t* slot(size_t number) {
-    std::unique_ptr<PinnedBuffer>& buffer = buffers[number];
-    if (!buffer) buffer = std::make_unique<PinnedBuffer>(context, options.piece_bytes);
-    return buffer->data();
+  uint8_t* data(size_t slot) const { return slots.buffers[slot]->data(); }
+
+  // Number of a slot without copies in flight, or npos: wait for the oldest. Makes a slot when all are in use, unless
+  // another thread does so.
+  size_t free_slot() {
+    if (in_flight.size() == slots.made.load(std::memory_order_acquire)) {
+      std::unique_lock<std::mutex> making(slots.making, std::defer_lock);
+      if (in_flight.empty()) making.lock();
+      if (in_flight.size() < events.size() && (making.owns_lock() || making.try_lock()) &&
+          in_flight.size() == slots.made.load(std::memory_order_relaxed))
+        all.make_one(slots);
+    }
+    const size_t made = slots.made.load(std::memory_order_acquire);
+    for (size_t slot = 0; slot < made; slot++)
+      if (std::find(in_flight.begin(), in_flight.end(), slot) == in_flight.end()) return slot;
+    return npos;
   }
 
   void copy(uint64_t target, const uint8_t* source, const Part& part) const {
@@ -85,34 +122,32 @@ struct RangeJob::Stage {
   void record(size_t slot, uint64_t n_bytes) {
     context->driver.check(context->driver.cuEventRecord(events[slot], stream), "cuEventRecord");
     bytes[slot] = n_bytes;
-    in_flight++;
+    in_flight.push_back(slot);
   }
 
-  // Waits for the copies of a slot; returns their bytes.
-  uint64_t finish(size_t slot) {
+  // Waits for the oldest copies; returns their bytes.
+  uint64_t finish_oldest() {
+    const size_t slot = in_flight.front();
     context->driver.check(context->driver.cuEventSynchronize(events[slot]), "cuEventSynchronize");
-    in_flight--;
-    return std::exchange(bytes[slot], 0);
+    in_flight.pop_front();
+    return bytes[slot];
   }
 
-  // After a failed call a copy may still be in flight. If its end cannot be awaited, the slots are never used again.
+  // After a failed call a copy may still be in flight. If its end cannot be awaited, the slots are never freed.
   void settle() {
-    if (context && stream != nullptr && context->driver.cuStreamSynchronize(stream) != 0)
-      for (auto& buffer : buffers)
-        if (buffer) {
-          buffer->abandon();
-          buffer.reset();
-        }
+    if (!context || stream == nullptr || context->driver.cuStreamSynchronize(stream) == 0) return;
+    for (size_t slot = 0; slot < slots.made.load(std::memory_order_acquire); slot++) slots.buffers[slot]->abandon();
   }
 
-  const RangeOptions& options;
+  static constexpr size_t npos = static_cast<size_t>(-1);
+  const RangeSlots& all;
+  RangeSlots::OfThread& slots;
   const std::shared_ptr<PrimaryContext> context;
-  std::vector<std::unique_ptr<PinnedBuffer>>& buffers;
   std::unique_ptr<CurrentContext> current;
   CuStream stream = nullptr;
   std::vector<CuEvent> events;
-  std::vector<uint64_t> bytes;  // of a slot's copies in flight
-  size_t in_flight = 0;
+  std::vector<uint64_t> bytes;   // of a slot's copies in flight
+  std::deque<size_t> in_flight;  // slots, the oldest first
 };
 
 RangeJob::RangeJob(std::shared_ptr<RangeSlots> slots, RangePlan plan, std::vector<RangeTarget> targets)
@@ -163,12 +198,12 @@ RangeFailure RangeJob::failure() {
 void RangeJob::work(uint32_t thread) {
   become_worker();
   try {
-    Stage stage(*slots_, slots_->of_threads[thread]);
+    Stage stage(*slots_, slots_->of_thread(thread));
     try {
       move_pieces(stage);
     } catch (...) {
       stage.settle();
-      for (; stage.in_flight > 0; stage.in_flight--) end_landing(0);
+      for (; !stage.in_flight.empty(); stage.in_flight.pop_front()) end_landing(0);
       throw;
     }
   } catch (const CudaFailed& failed) {
@@ -182,17 +217,15 @@ void RangeJob::work(uint32_t thread) {
 }
 
 void RangeJob::move_pieces(Stage& stage) {
-  const size_t n_slots = stage.buffers.size();
   std::vector<Part> parts;
-  size_t slot = 0;
   while (!stop_) {
     const size_t number = next_.fetch_add(1);
     if (number >= plan_.pieces().size()) break;
     const RangePiece& piece = plan_.pieces()[number];
-    if (stage.in_flight == n_slots) end_landing(stage.finish(slot));
-    uint8_t* data = stage.slot(slot);
-    if (!read(piece, data)) break;
-    if (!begin_landing()) break;
+    size_t slot = stage.free_slot();
+    for (; slot == Stage::npos; slot = stage.free_slot()) end_landing(stage.finish_oldest());
+    uint8_t* data = stage.data(slot);
+    if (!read(piece, data) || !begin_landing()) break;
     uint64_t bytes = 0;
     try {
       if (plan_.files()[piece.file].sums != nullptr) sum(piece, data);
@@ -205,11 +238,8 @@ void RangeJob::move_pieces(Stage& stage) {
       throw;
     }
     if (!stage.context) end_landing(bytes);
-    slot = (slot + 1) % n_slots;
   }
-  for (size_t oldest = (slot + n_slots - stage.in_flight) % n_slots; stage.in_flight > 0;
-       oldest = (oldest + 1) % n_slots)
-    end_landing(stage.finish(oldest));
+  while (!stage.in_flight.empty()) end_landing(stage.finish_oldest());
 }
 
 bool RangeJob::read(const RangePiece& piece, uint8_t* slot) {

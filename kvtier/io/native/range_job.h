@@ -33,14 +33,31 @@ struct RangeTarget {
 };
 static_assert(sizeof(RangeTarget) == 16, "the layout is part of the C interface");
 
-// Buffers of the threads, kept from one read to the next. A slot is allocated and pinned by its thread when it needs
-// it, while other threads read: pinning 128 MiB at once would be a sixth of the time of 16 GB.
-struct RangeSlots {
-  explicit RangeSlots(const RangeOptions& options);
+// Buffers of the threads, kept from one read to the next. They are allocated and pinned one by one, when a thread needs
+// another one or ahead of the first read, while others are used: pinning all of 128 MiB takes as long as reading 1 GB.
+class RangeSlots : public std::enable_shared_from_this<RangeSlots> {
+ public:
+  explicit RangeSlots(const RangeOptions& options);  // throws CudaFailed
+
+  // Starts threads that make all slots. What fails is tried again by the read, which reports it.
+  void prepare();
+
+  // Of one thread: `made` buffers can be used. A buffer is added under `making`.
+  struct OfThread {
+    std::vector<std::unique_ptr<PinnedBuffer>> buffers;
+    std::atomic<size_t> made{0};
+    std::mutex making;
+  };
+  OfThread& of_thread(uint32_t thread) { return threads_[thread]; }
+
+  // Makes one more, unless all are made; under `making`. Throws CudaFailed, or std::system_error without memory.
+  void make_one(OfThread& slots) const;
 
   const RangeOptions options;
-  std::shared_ptr<PrimaryContext> context;                           // null without a device
-  std::vector<std::vector<std::unique_ptr<PinnedBuffer>>> of_threads;
+  const std::shared_ptr<PrimaryContext> context;  // null without a device
+
+ private:
+  std::vector<OfThread> threads_;
 };
 
 // First failure of a read.
