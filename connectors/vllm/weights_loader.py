@@ -76,6 +76,8 @@ class KvtierModelLoader(DefaultModelLoader):
         folder = Path(model_config.model)
         shards = read_shard_manifest(folder) if folder.is_dir() else None
         with WeightReader() as reader:
+            if (first := next(model.parameters(), None)) is not None:
+                reader.prepare(first.device)  # buffers are pinned while the load is planned
             plan, origin = self._planned(model, model_config, reader) if shards is None else (None, "of shards")
             if shards is not None:
                 plan = shards_of_rank(folder, shards, model)
