@@ -7,8 +7,9 @@ Makes random bf16 checkpoints of the models' dimensions in the folder (8b: 16 GB
 Qwen3-30B-A3B, 21 GB) and reads them once. Then each loader loads each of them in a process of its own, in turns.
 Seconds are those from after the CUDA context was made until the last byte is in parameters that were allocated before,
 as vLLM fuses them, and compared where the loader compares; imports do not count. The sums of all parameters must be
-equal. Host memory: highest resident size over that before the load. --wheels: a folder of wheels that are not
-installed (instanttensor); a loader that cannot be imported is left out. --tiny: on the CPU, to try this script.
+equal. Host memory: highest resident size over that before the load. `kvtier@12x2x4` is kvtier with 12 threads of 2
+buffers of 4 MiB. --wheels: a folder of wheels that are not installed (instanttensor); a loader that cannot be imported
+is left out. --tiny: on the CPU, to try this script.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,16 +43,21 @@ Place = Callable[[str], Any]
 
 
 def _kvtier(
-    files: list[Path], tensors: list[PlacedTensor], parameters: dict[str, Any], verify: bool
+    files: list[Path], tensors: list[PlacedTensor], parameters: dict[str, Any], loader: str
 ) -> Iterator[object]:
     import numpy as np
 
     from kvtier.model.safetensors import read_header
     from kvtier.weights import manifest
-    from kvtier.weights.reader import WeightReader
+    from kvtier.weights import reader as readers
 
+    verify = loader.startswith("kvtier-verified")
+    if "@" in loader:
+        threads, slots, mib = map(int, loader.partition("@")[2].split("x"))
+        sizes = {"threads": threads, "slots": slots, "piece_bytes": mib << 20}
+        readers.RangeReader = partial(readers.RangeReader, **sizes)  # type: ignore[misc]
     yield None
-    reader = WeightReader()
+    reader = readers.WeightReader()
     reader.prepare(next(iter(parameters.values())).device)
     numbers = {name: number for number, name in enumerate(parameters)}
     places = {tensor.name: (numbers[tensor.parameter], 2 * tensor.at) for tensor in tensors}
@@ -120,7 +127,7 @@ def load(loader: str, files: list[Path], tensors: list[PlacedTensor], device: st
     steps: Iterator[Any]
     parameters: dict[str, Any] = {}
     if loader.startswith("kvtier"):
-        steps = _kvtier(files, tensors, parameters, loader == "kvtier-verified")
+        steps = _kvtier(files, tensors, parameters, loader)
     else:
         by_name = {tensor.name: tensor for tensor in tensors}
 
