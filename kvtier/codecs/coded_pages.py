@@ -97,8 +97,8 @@ class CodedPages:
     ) -> PendingVerdicts:
         """Blocks -> slabs, on torch's current stream.
 
-        launch: of a group, its table (moves, 2 + n_blocks + heads) int64: address of the slabs, 0, block ids, seeds;
-        and its answers (moves, heads + 1) int64, zeros, where sums of slabs are added up and refusals are marked.
+        launch: of a group, its table (moves, 2 + n_blocks + heads) int64: address of the slabs, position, block ids,
+        seeds; and its answers (moves, heads + 1) int64, zeros, where sums of slabs are added up and refusals marked.
 
         Sums are given for moves that fill all layers of their slabs. Raises ValueError, having launched nothing, when
         blocks, patches or slabs are out of range.
@@ -170,6 +170,7 @@ class CodedPages:
             raise ValueError(f"not all slabs, of {group.slab_bytes} bytes, are aligned to {_ALIGNMENT} bytes")
         if not with_seeds:
             return table
+        table[:, 1] = [move.position for move in moves]
         begin, head = self.first_layer(patch) - patch.slab_layer, self._held.first_head + patch.page_head
         seeds = slab_seeds(b"".join([move.key for move in moves]), head, patch.n_heads, begin)
         return np.concatenate([table, seeds.view(np.int64)], axis=1)

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from kvtier.codecs.base import Encoded, Movers
+from kvtier.codecs.base import Encoded, Mover, Movers
 from kvtier.codecs.transform.reference import PlaneCoder, decode_layer, encode_layer, layer_bytes
 from kvtier.codecs.transform.table import HEAD_SIZES, KEY, PRESET_BITS, PlaneTable, TransformTable
 from kvtier.codecs.vectors import EncodedLayer, VectorPages, check_vectors
@@ -17,7 +17,7 @@ from kvtier.kernels.paged import Move, PagedKV
 
 
 class TransformCodec:
-    """Runs in torch on the CPU."""
+    """The torch reference in host memory, with Triton kernels on CUDA: the same bytes."""
 
     version = 1
     seed = 0
@@ -52,15 +52,14 @@ class TransformCodec:
         return sum(layer_bytes(rows[layer], geometry.chunk_tokens, *sizes) for layer in layers)
 
     def prepare(self, pages: PagedKV, geometry: Geometry, held: Extent) -> None:
-        """Raises ConfigError for pages on a GPU."""
-        device = pages.layers[0].k.device
+        """Raises ConfigError without a table, and for pages that the kernels cannot take."""
         if self._table is None:
             raise ConfigError(KEY, None, f"codec {self._preset} needs one: kvtier calibrate MODEL --out FILE")
-        if device.type != "cpu":
-            fix = "it has no kernels for GPUs yet: set it to int8, k6v5 or k4v4"
-            raise ConfigError("codec", self._preset, fix)
-        coder = TransformCoder(self._table, held, geometry.chunk_tokens, device)
-        self._movers.add(pages, VectorPages(pages, coder, held))
+        coder = TransformCoder(self._table, held, geometry.chunk_tokens, pages.layers[0].k.device)
+        try:
+            self._movers.add(pages, _make_mover(pages, coder, held, self._table))
+        except ValueError as fault:
+            raise ConfigError("codec", self._preset, f"{fault}: set it to raw") from fault
 
     def encode(self, pages: PagedKV, moves: Sequence[Move]) -> Encoded | None:
         return self._movers.of(pages).encode(moves)
@@ -73,7 +72,7 @@ class TransformCoder:
     """kvtier.codecs.vectors.LayerCoder for some layers and heads of a model."""
 
     def __init__(self, table: TransformTable, held: Extent, tokens: int, device: torch.device) -> None:
-        self._tokens, self._held = tokens, held
+        self.tokens, self._held = tokens, held
         self._planes = [plane.of(held, device) for plane in (table.k, table.v)]
         self._levels = table.levels.to(device)
         self._frequencies = table.frequencies[held.first_layer : held.end_layer].to(device)
@@ -90,10 +89,19 @@ class TransformCoder:
 
     def decode(self, data: torch.Tensor, cells: Extent, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         layer = cells.first_layer - self._held.first_layer
-        return decode_layer(data, self._tokens, self._coders(cells), self._frequencies[layer], dtype)
+        return decode_layer(data, self.tokens, self._coders(cells), self._frequencies[layer], dtype)
 
     def _make_coders(self, cells: Extent) -> tuple[PlaneCoder, ...]:
         layer, head = cells.first_layer - self._held.first_layer, cells.first_head - self._held.first_head
         heads = slice(head, head + cells.n_heads)
         parts = ([tensor[layer, heads] for tensor in plane] for plane in self._planes)
         return tuple(PlaneCoder.of(PlaneTable(*part), self._levels) for part in parts)
+
+
+def _make_mover(pages: PagedKV, coder: TransformCoder, held: Extent, table: TransformTable) -> Mover:
+    if pages.layers[0].k.device.type == "cpu":
+        return VectorPages(pages, coder, held)
+    from kvtier.codecs.coded_pages import SlabShape
+    from kvtier.codecs.transform.device import CudaTransform  # needs Triton, which hosts without a GPU may lack
+
+    return CudaTransform(pages, SlabShape(coder.tokens, coder.n_bytes), held, table)
