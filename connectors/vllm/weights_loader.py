@@ -11,16 +11,17 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
+from tqdm.auto import tqdm
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
-from vllm.model_executor.model_loader.weight_utils import _natural_sort_key
+from vllm.model_executor.model_loader.weight_utils import _natural_sort_key, enable_tqdm
 
 from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.vllm.platform import join_log
@@ -33,7 +34,7 @@ from kvtier.runtime.units import size
 from kvtier.weights.manifest import of_files
 from kvtier.weights.plan import PlanMismatch, WeightPlan
 from kvtier.weights.plan_cache import PlanCache
-from kvtier.weights.reader import WeightReader
+from kvtier.weights.reader import Sums, WeightReader
 from kvtier.weights.shards import shard_plan
 
 log = logging.getLogger("kvtier")
@@ -65,6 +66,7 @@ class KvtierModelLoader(DefaultModelLoader):
         self._files: list[Path] | None = None  # while they are collected
         self._trace: LoadTrace | None = None  # while loaders are recorded
         self._why, self._key = "", ""
+        self._bar: Any = None  # while bytes of the plan land
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Fill the parameters. Return when all bytes have landed.
@@ -75,7 +77,7 @@ class KvtierModelLoader(DefaultModelLoader):
         start_s = time.perf_counter()
         folder = Path(model_config.model)
         shards = read_shard_manifest(folder) if folder.is_dir() else None
-        with WeightReader() as reader:
+        with WeightReader(progress=self._show) as reader:
             if (first := next(model.parameters(), None)) is not None:
                 reader.prepare(first.device)  # buffers are pinned while the load is planned
             plan, origin = self._planned(model, model_config, reader) if shards is None else (None, "of shards")
@@ -87,7 +89,7 @@ class KvtierModelLoader(DefaultModelLoader):
                 return
             planned_s = time.perf_counter()
             expected = of_files(plan.files)
-            plan.load(reader, plan.bind(everything(model)), expected)
+            self._fill(plan, plan.bind(everything(model)), reader, expected)
         end_s = time.perf_counter()
         if self._cache and origin == TRACED and plan.is_replayable:
             self._cache.put(self._key, plan)
@@ -102,6 +104,22 @@ class KvtierModelLoader(DefaultModelLoader):
             planned_s - start_s,
             size(plan.materialized_bytes),
         )
+
+    def _fill(
+        self, plan: WeightPlan, tensors: list[torch.Tensor], reader: WeightReader, expected: Mapping[Path, Sums]
+    ) -> None:
+        """Carry the plan out, with vLLM's kind of progress bar on the first rank."""
+        is_hidden = not enable_tqdm(self.load_config.use_tqdm_on_load)
+        with tqdm(
+            total=plan.n_bytes, desc="Loading weights", unit="B", unit_scale=True, disable=is_hidden
+        ) as self._bar:
+            plan.load(reader, tensors, expected)
+            self._bar.update(plan.n_bytes - self._bar.n)
+        self._bar = None
+
+    def _show(self, landed_bytes: int) -> None:
+        if self._bar is not None:
+            self._bar.update(landed_bytes - self._bar.n)
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the checkpoint's tensors, for a reload of weights. Raises ConfigError for shards, which have none."""

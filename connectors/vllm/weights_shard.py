@@ -21,6 +21,7 @@ from kvtier.weights.plan import WeightPlan
 from kvtier.weights.reader import WeightReader
 from kvtier.weights.shards import RankState, ShardFolder
 
+AUTO = "auto"  # dtype of an engine that is given none
 LOGGED = logging.ERROR  # least level of vLLM's own lines here
 
 
@@ -37,9 +38,12 @@ class RankPlan:
     materialized_bytes: int
 
 
-def plans(folder: Path, tensor_size: int) -> Iterator[RankPlan]:
-    """Yield the figures of each rank's plan. Raises ConfigError for a model that is not loaded by plans."""
-    config = _config(folder, tensor_size)
+def plans(folder: Path, tensor_size: int, dtype: str = AUTO) -> Iterator[RankPlan]:
+    """Yield the figures of each rank's plan. dtype: as vLLM's --dtype.
+
+    Raises ConfigError for a model that is not loaded by plans.
+    """
+    config = _config(folder, tensor_size, dtype)
     for rank in range(tensor_size):
         with as_rank(config, rank), WeightReader() as reader:
             model, loader = build_model(config), _loader()
@@ -58,13 +62,16 @@ def plans(folder: Path, tensor_size: int) -> Iterator[RankPlan]:
         )
 
 
-def shard(folder: Path, tensor_size: int, out: Path, begin: Callable[[int], Callable[[int], object]]) -> ShardManifest:
+def shard(
+    folder: Path, tensor_size: int, out: Path, begin: Callable[[int], Callable[[int], object]], dtype: str = AUTO
+) -> ShardManifest:
     """Write the shards of all ranks. Go on where an earlier call ended. Return the manifest.
 
     begin: is called with the bytes of all shards, and returns what is called with bytes that are written.
+    dtype: as vLLM's --dtype.
     Raises ConfigError, TierUnavailable without room, WeightsUnreadable, OSError.
     """
-    config = _config(folder, tensor_size)
+    config = _config(folder, tensor_size, dtype)
     model_config = config.model_config
     wanted = ShardManifest(
         source_fingerprint=weights_fingerprint(folder, None),
@@ -98,11 +105,11 @@ def _rank_state(rank: int, config: Any, reader: WeightReader) -> RankState:
     return RankState(rank, state_of(model), plan, plan.bind(everything(model)))
 
 
-def _config(folder: Path, tensor_size: int) -> Any:
+def _config(folder: Path, tensor_size: int, dtype: str) -> Any:
     logging.getLogger("vllm").setLevel(LOGGED)
     if read_shard_manifest(folder) is not None:
         raise ConfigError("model", str(folder), "these are shards already; name the folder of the checkpoint")
-    return engine_config(str(folder), tensor_size)
+    return engine_config(str(folder), tensor_size, dtype=dtype)
 
 
 def _loader() -> KvtierModelLoader:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,13 +21,17 @@ from kvtier.runtime.units import size
 RANKS_MAX = 1024  # largest --tp; more is a slip
 
 FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a Hugging Face model.")]
+DtypeOption = Annotated[
+    Literal["auto", "bfloat16", "float16", "float32"],
+    typer.Option(help="As the engine's --dtype; auto is what the engine takes without one."),
+]
 TensorOption = Annotated[int, typer.Option("--tp", metavar="N", min=1, max=RANKS_MAX, help="Tensor-parallel size.")]
 
 
 @weights.command("plan", epilog=MEANINGS)
-def plan(folder: FolderArgument, tp: TensorOption = 1, as_json: JsonOption = False) -> int:
+def plan(folder: FolderArgument, tp: TensorOption = 1, dtype: DtypeOption = "auto", as_json: JsonOption = False) -> int:
     """Show what --load-format kvtier reads for each rank. Needs vLLM and no GPU."""
-    found = [asdict(rank) for rank in _engine(folder).plans(folder, tp)]
+    found = [asdict(rank) for rank in _engine(folder).plans(folder, tp, dtype)]
     if as_json:
         print_json(found)
         return OK
@@ -44,6 +48,7 @@ def shard(
     folder: FolderArgument,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to make, or to go on with after an interruption.")],
     tp: TensorOption = 1,
+    dtype: DtypeOption = "auto",
 ) -> int:
     """Write safetensors files with just what each rank loads, from which kvtier and vLLM's sharded_state load.
 
@@ -62,7 +67,7 @@ def shard(
 
             return advance
 
-        made = engine.shard(folder, tp, out, begin)
+        made = engine.shard(folder, tp, out, begin, dtype)
     total = size(sum(made.files.values()))
     print(
         f"{len(made.files)} shards, {total}, for {tp} ranks of vLLM {made.release}: vllm serve {out} -tp {tp} ", end=""

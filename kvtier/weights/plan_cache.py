@@ -54,6 +54,13 @@ def unpack(content: bytes, key: str, files: Sequence[Path]) -> WeightPlan:
     body = content[16:-32]
     if not content.startswith(MAGIC) or size != len(body) or blake3(body).digest() != content[-32:]:
         raise Corrupt("it is not a whole plan file")
+    try:
+        return _plan(body, key, files)
+    except (KeyError, TypeError, ValueError, struct.error) as error:
+        raise Corrupt(f"it is no plan of this kvtier ({error!r})") from None
+
+
+def _plan(body: bytes, key: str, files: Sequence[Path]) -> WeightPlan:
     (text_bytes,) = struct.unpack_from("<I", body)
     rest = json.loads(body[4 : 4 + text_bytes])
     if rest["key"] != key or rest["files"] != len(files):

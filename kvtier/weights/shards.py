@@ -147,13 +147,9 @@ def shard_plan(folder: Path, manifest: ShardManifest, rank: int, state: dict[str
             tensor = left.pop(name, None)
             here = TORCH_DTYPES.get(entry.dtype)
             if tensor is None or here != tensor.dtype or entry.shape != tuple(tensor.shape):
-                wanted = (
-                    "nothing of this name" if tensor is None else f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
-                )
-                fix = f"it has {name} as {entry.dtype} {list(entry.shape)}, this engine wants {wanted}: its settings"
-                raise ConfigError(
-                    "model", str(path), f"{fix} differ from those of the shards; make them again with these"
-                )
+                wanted = "no such tensor" if tensor is None else f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+                fix = f"it has {name} as {entry.dtype} {list(entry.shape)}, this engine wants {wanted}"
+                raise ConfigError("model", str(path), f"{fix}; {_OTHER_SETTINGS}")
             dense = torch.empty(entry.shape, dtype=tensor.dtype, device="meta")
             one, other = (file, entry.start, byte_strides(dense)), (numbers[name], 0, byte_strides(tensor))
             moved = copies_between(entry.shape, one, other, tensor.element_size())
@@ -162,9 +158,7 @@ def shard_plan(folder: Path, manifest: ShardManifest, rank: int, state: dict[str
                 conversions.append(Conversion(source, _elements(numbers[name], 0, tensor)))
             copies += moved or []
     if left:
-        fix = (
-            f"no shard of rank {rank} has {min(left)}, which this engine wants; make the shards again with its settings"
-        )
+        fix = f"no shard of rank {rank} has {min(left)}, which this engine wants; {_OTHER_SETTINGS}"
         raise ConfigError("model", str(folder), fix)
     targets = tuple(Parameter.of(name, state[name]) for name in names)
     return WeightPlan(files, targets, pack(copies), tuple(conversions))

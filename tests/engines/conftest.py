@@ -37,6 +37,16 @@ class Lab:
                 assert made.wait(ENGINE_TIMEOUT_S) == 0, log.read_text()
         return folder
 
+    def shards(self, kind: str, ranks: int) -> Path:
+        """Folder of shards of a model, for so many ranks."""
+        folder = self.folder / f"{kind}-shards-{ranks}"
+        with FileLock(self.folder / f"shards-{kind}.lock"):
+            if not folder.exists():
+                log = self.folder / f"shards-{kind}.log"
+                made = forked.start([str(HERE / "shards.py"), str(self.model(kind)), str(ranks), str(folder)], log, log)
+                assert made.wait(ENGINE_TIMEOUT_S) == 0, log.read_text()
+        return folder
+
     def run(self, name: str, specs: Sequence[dict[str, Any]], python: Path | str = sys.executable) -> list[Any]:
         """Results of one engine for each spec, all started together; from an earlier call if there was one."""
         with FileLock(self.folder / f"{name}.lock"):

@@ -263,10 +263,12 @@ def test_two_engines_write_the_same_at_once(lab: Any) -> None:
 
 
 def test_another_tensor_parallel_size_reads_it(lab: Any) -> None:
-    """Two ranks in processes of their own write, each its heads; one rank reads both."""
+    """Two ranks in processes of their own write, each its heads; one rank reads both. The two load shards, and the one
+    the checkpoint: that is the same namespace."""
     root = str(lab.folder / "ranks")
-    two_ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    wrote = lab.run("ranks", [{"root": root, "llm": two_ranks, "scenarios": [["tokens_alone", 14]]}])[0]["tokens_alone"]
+    two_ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "load_format": "kvtier"}
+    spec = {"model": str(lab.shards("llama", 2)), "root": root, "llm": two_ranks, "scenarios": [["tokens_alone", 14]]}
+    wrote = lab.run("ranks", [spec])[0]["tokens_alone"]
     one_rank = lab.run("ranks-later", [{"root": root, "scenarios": [["warm", 14], ["tokens_alone", 14]]}])[0]
     assert wrote["first_cached"] == [0] * len(wrote["expected"])
     assert wrote["again_cached"] == wrote["expected"]

@@ -102,6 +102,12 @@ def test_another_size_is_refused(made: Path) -> None:
         load(made, 4, 0)
 
 
+def test_another_dtype_is_refused(made: Path) -> None:
+    config = engine_config(str(made), RANKS, dtype="float32")
+    with as_rank(config, 0), pytest.raises(ConfigError, match=r"BF16.*this engine wants float32.*dtype"):
+        loader().load_weights(fresh_model(config), config.model_config)
+
+
 def test_another_release_is_refused(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.__version__", "0.99.0")
     with pytest.raises(ConfigError, match=r"shards of vLLM 0\.99\.0"):

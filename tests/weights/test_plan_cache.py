@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import struct
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 
 from kvtier.errors import Corrupt
 from kvtier.weights.copies import Copy, contiguous
 from kvtier.weights.copies import pack as pack_copies
 from kvtier.weights.plan import Conversion, Elements, Fill, Parameter, PlanMismatch, WeightPlan
-from kvtier.weights.plan_cache import PlanCache, pack, plan_key, unpack
+from kvtier.weights.plan_cache import MAGIC, PlanCache, pack, plan_key, unpack
 
 FILES = (Path("/a.safetensors"), Path("/b.safetensors"))
 KEY = plan_key({"model": "tiny"})
@@ -41,6 +43,12 @@ def test_a_plan_comes_back(tmp_path: Path) -> None:
 def test_a_cut_plan_is_no_plan(length: int) -> None:
     with pytest.raises(Corrupt):
         unpack(pack(PLAN, KEY)[:length], KEY, FILES)
+
+
+def test_a_body_of_another_form_is_no_plan() -> None:
+    for body in (b"", b"\x05\0\0\0{}", struct.pack("<I", 2) + b"[]", struct.pack("<I", 2) + b"{}"):
+        with pytest.raises(Corrupt, match="no plan of this kvtier"):
+            unpack(MAGIC + struct.pack("<Q", len(body)) + body + blake3(body).digest(), KEY, FILES)
 
 
 def test_damage_is_logged_and_costs_a_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

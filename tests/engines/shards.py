@@ -1,0 +1,11 @@
+"""Makes shards of a model in float32: python shards.py FOLDER RANKS OUT."""
+
+from __future__ import annotations
+
+import sys
+
+from kvtier.cli import main
+
+if __name__ == "__main__":
+    folder, ranks, out = sys.argv[1:]
+    sys.exit(main(["weights", "shard", folder, "--tp", ranks, "--out", out, "--dtype", "float32"]))
