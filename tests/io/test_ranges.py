@@ -273,3 +273,31 @@ def test_share_of_a_file_in_the_page_cache(folder: Path) -> None:
     content = (folder / "0").read_bytes()
     with (folder / "0").open("rb") as file:
         assert resident_share(file.fileno(), len(content)) in (1.0, None)
+
+
+def test_bytes_of_a_read_that_hung_are_dropped(folder: Path) -> None:
+    """A read of the kernel's log blocks until something is logged. Until then, the next read takes other slots."""
+    try:
+        log = os.open("/dev/kmsg", os.O_RDWR)
+        os.lseek(log, 0, os.SEEK_END)
+    except OSError as error:
+        pytest.skip(f"a hung read needs the kernel's log: {error}")
+    hung, target = Target(10), Target(SIZE)
+    with RangeReader(**SMALL) as reader:
+        files, copies = np.array([(log, PAGE, 0)], FILE), np.array([(0, 0, 1, 10, 0, 0, 0, 0)], np.int64)
+        failure = reader.read(files, copies, np.array([hung.row], TARGET), stall_s=0.2).failure
+        assert failure is not None and failure.error == errno.ETIMEDOUT
+        assert read(reader, folder, [whole()], [target]).failure is None
+        assert [bytes(target.bytes)] == expected(folder, [whole()], [SIZE])
+        deadline_s = time.monotonic() + 20
+        while has_io_threads():
+            assert time.monotonic() < deadline_s
+            os.write(log, b"kvtier: a test ends a read of this log")  # one alone may wake the reader late
+            time.sleep(0.5)
+    os.close(log)
+    assert not hung.bytes.any()
+
+
+def has_io_threads() -> bool:
+    names = (Path("/proc/self/task", task, "comm") for task in os.listdir("/proc/self/task"))
+    return any(name.exists() and name.read_text() == "kvtier-io\n" for name in names)

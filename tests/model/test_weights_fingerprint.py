@@ -15,6 +15,7 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.model import weights_fingerprint as fingerprint
 from kvtier.model.weights_fingerprint import adapter_fingerprint, sampled_pages, weights_fingerprint
+from kvtier.weights.manifest import MANIFEST
 from tests.damage import flip
 
 CONFIG = {"model_type": "llama", "hidden_size": 64, "rope_theta": 10000.0}
@@ -105,7 +106,8 @@ UNNOTICED: dict[str, Callable[[Path], object]] = {
         json.dumps(dict(reversed(list({**CONFIG, **ORIGIN}.items()))), indent=4)
     ),
     "files that are no weights": lambda model: [
-        (model / name).write_text("x") for name in ("README.md", "tokenizer.json", "training_args.bin", "optimizer.pt")
+        (model / name).write_text("x")
+        for name in ("README.md", "tokenizer.json", "training_args.bin", "optimizer.pt", MANIFEST)
     ],
     # so the fingerprints of models without other files are those of releases that did not look at the index
     "an index that names all files": lambda model: write_index(model, *SHARDS),
