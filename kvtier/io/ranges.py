@@ -22,10 +22,13 @@ from kvtier.io.native import Message, library, quick
 
 # H200, PCIe Gen5, tmpfs: 51 GB/s with 16 threads x 2 slots of 4 MiB; as small a ring stays in the last-level cache.
 THREADS, SLOTS, PIECE_BYTES = 16, 2, 4 << 20
-# Bytes of a file that one checksum covers: `slab_checksum` under `slab_seed(b"kvtier weights\0\0", 0, 0)`, the last
-# block padded with zeros to whole pairs.
+# Bytes of a file that one checksum covers: `slab_checksum` under `slab_seed(SEED_KEY, 0, 0)`, the last block padded
+# with zeros to whole pairs.
 BLOCK_BYTES = 1 << 20
-FILE = np.dtype([("fd", "<i8"), ("size", "<i8"), ("sums", "<u8")])  # sums: address of one u64 a block, or 0
+SEED_KEY = b"kvtier weights\0\0"  # of all blocks
+# sums: address of one u64 a block, or 0. not_summed: address of one byte a block, other than 0 for blocks that get no
+# checksum; or 0.
+FILE = np.dtype([("fd", "<i8"), ("size", "<i8"), ("sums", "<u8"), ("not_summed", "<u8")])
 TARGET = np.dtype([("address", "<u8"), ("on_device", "<u8")])  # bytes of address 0 are read and dropped
 COPY_FIELDS = 8
 

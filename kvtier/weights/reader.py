@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +22,7 @@ from kvtier.io import ranges
 from kvtier.io.ranges import RangeFailure, RangeReader
 from kvtier.model.safetensors import read_header
 from kvtier.weights.copies import Copy, Table, check, contiguous, pack
+from kvtier.weights.device_sums import begin_sums
 
 Sums = npt.NDArray[np.uint64]  # of a file, one a block of ranges.BLOCK_BYTES
 
@@ -70,22 +71,47 @@ class WeightReader:
         that touch the same byte of a target land in any order. Files are read in the order given.
 
         expected: checksums of all blocks of a file, as `sums` gives them. Blocks that a copy touches are then read as a
-        whole and compared.
+        whole and compared: on the device if they land there whole, else in the buffers.
 
         Raises WeightsUnreadable with file and offset when a file cannot be read, ends early or changed during the read,
         WeightsDamaged with file, offset and tensors when a checksum differs: targets then hold any bytes. Raises
         ValueError for copies that do not fit their targets, TierUnavailable where threads, memory or the device are
         missing.
         """
+        start_s = time.monotonic()
         table = copies if isinstance(copies, np.ndarray) else pack(copies)
         check(table, len(files), np.array([extent(target) for target in targets], np.int64))
         places = np.array([(target.data_ptr(), target.is_cuda) for target in targets], ranges.TARGET)
         # Blocks that are not read keep the checksum expected of them.
         found = {path: expected[path].copy() for path in files if path in expected} if expected else {}
-        report = self._run(files, table, places, self._reader_for(targets), found)
+        report = self._run_summed(files, table, places, targets, found)
         for path, sums in found.items():
             if expected is not None and not np.array_equal(sums, expected[path]):
                 raise damage(path, int(np.flatnonzero(sums != expected[path])[0]))
+        return replace(report, seconds=time.monotonic() - start_s)
+
+    def _run_summed(
+        self,
+        files: Sequence[Path],
+        table: Table,
+        places: npt.NDArray[np.void],
+        targets: Sequence[torch.Tensor],
+        sums: Mapping[Path, Sums],
+    ) -> ReadReport:
+        reader = self._reader_for(targets)
+        device = next((target.device for target in targets if target.is_cuda), None)
+        sizes = [_identity_of(path)[2] if path in sums else 0 for path in files]
+        on_device = begin_sums(table, places, sizes, device) if sums and device is not None else None
+        if on_device is None:
+            return self._run(files, table, places, reader, sums)
+        whole = on_device.blocks.by_file
+        report = self._run(files, table, places, reader, sums, whole)
+        found = on_device.sums()
+        if found is None:
+            return self._run(files, table, places, reader, sums)
+        for path, is_whole, of_file in zip(files, whole, found, strict=True):
+            if path in sums:
+                sums[path][is_whole] = of_file[is_whole]
         return report
 
     def sums(self, files: Sequence[Path]) -> dict[Path, Sums]:
@@ -107,18 +133,23 @@ class WeightReader:
         places: npt.NDArray[np.void],
         reader: RangeReader,
         sums: Mapping[Path, Sums],
+        not_summed: Sequence[npt.NDArray[np.bool_]] = (),
     ) -> ReadReport:
         start_s = time.monotonic()
         with unchanged(files) as identities, ExitStack() as stack:
             opened = [open_file(path, stack) for path in files]
             rows = []
-            for path, (descriptor, _), identity in zip(files, opened, identities, strict=True):
+            for number, (path, identity) in enumerate(zip(files, identities, strict=True)):
+                descriptor, _ = opened[number]
                 if _identity(descriptor) != identity:
                     raise WeightsUnreadable(path, None, CHANGED)
                 size = identity[2]
                 if path in sums and len(sums[path]) != n_blocks(size):
                     raise WeightsUnreadable(path, None, f"it has {size} bytes, which is not the size in the manifest")
-                rows.append((descriptor, size, sums[path].ctypes.data if path in sums else 0))
+                if path in sums and not_summed and len(not_summed[number]) != n_blocks(size):
+                    raise WeightsUnreadable(path, None, CHANGED)
+                skipped = not_summed[number].ctypes.data if not_summed else 0
+                rows.append((descriptor, size, sums[path].ctypes.data if path in sums else 0, skipped))
             described = np.array(rows, ranges.FILE)
             table = np.ascontiguousarray(table)
             result = reader.read(described, table, places, stall_s=self._stall_s, progress=self._progress)

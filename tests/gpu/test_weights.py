@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvtier.errors import WeightsDamaged
-from kvtier.weights import load_files, manifest
+from kvtier.weights import device_sums, load_files, manifest
 from kvtier.weights.copies import Copy, contiguous
 from kvtier.weights.reader import WeightReader
 
@@ -89,3 +89,40 @@ def test_files_as_tensors_and_a_flipped_byte(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(WeightsDamaged):
         load_files([path], "cuda")
+
+
+def test_sums_of_the_device_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of odd counts: files begin at any pair, and tensors after an odd one are summed by the CPU."""
+    from kvtier.kernels.device_block_sums import BlockSums  # not before others have it interpreted
+
+    monkeypatch.setattr(device_sums, "FIRST_BYTES_MIN", 1)
+    launched: list[int] = []
+    sums = BlockSums.sums
+
+    def counted(self: BlockSums) -> object:
+        found = sums(self)
+        launched.append(int((found != 0).sum()))
+        return found
+
+    monkeypatch.setattr(BlockSums, "sums", counted)
+    paths = [tmp_path / f"{n}.safetensors" for n in range(4)]
+    wholes = [
+        {f"{n}.{m}": torch.randint(0, 256, (63_352 * m * m + 3 * (m == 15 + n),), dtype=torch.uint8) for m in range(20)}
+        for n in range(4)
+    ]
+    for path, whole in zip(paths, wholes, strict=True):
+        save_file(whole, path)
+    with WeightReader() as reader:
+        manifest.write(tmp_path, paths, reader)
+    found = load_files(paths, "cuda")
+    assert all(torch.equal(found[name].cpu(), value) for whole in wholes for name, value in whole.items())
+    n_blocks = sum(-(-path.stat().st_size >> 20) for path in paths)
+    assert len(launched) == 1 and n_blocks // 4 < launched[0] < n_blocks
+    places = (5000, 12 << 20, (30 << 20) + 1, paths[3].stat().st_size - 1)
+    for path, at in zip(paths, places, strict=True):
+        content = bytearray(path.read_bytes())
+        content[at] ^= 16
+        path.write_bytes(content)
+        with pytest.raises(WeightsDamaged) as caught:
+            load_files([path], "cuda")
+        assert (caught.value.path, caught.value.offset) == (path, at >> 20 << 20)

@@ -30,7 +30,7 @@ struct Read {
     const RangeCopy two[] = {{0, 5, 40, 1000, 3000, 0, 0, 1000}, {0, 0, 1, kBytes, 0, 1, 0, 0}};
     const auto address = [](const Pages& pages) { return reinterpret_cast<uint64_t>(pages.data); };
     job = std::make_shared<RangeJob>(
-        slots, RangePlan({{fd, kBytes, sums.data()}}, {two[0], two[1]}, 4 * kPageBytes, kPageBytes),
+        slots, RangePlan({{fd, kBytes, sums.data(), nullptr}}, {two[0], two[1]}, 4 * kPageBytes, kPageBytes),
         std::vector<RangeTarget>{{address(rows), on_device}, {address(all), on_device}});
     job->start();
   }

@@ -53,12 +53,15 @@ def read(
     *,
     direct: bool = False,
     sums: npt.NDArray[np.uint64] | None = None,
+    not_summed: npt.NDArray[np.uint8] | None = None,
     stall_s: float = 20.0,
 ) -> RangeResult:
     """A copy: file, offset, rows, row bytes, source pitch, target, target offset, target pitch."""
     fds = [os.open(folder / str(number), os.O_RDONLY | (os.O_DIRECT if direct else 0)) for number in range(2)]
     address = 0 if sums is None else sums.ctypes.data
-    files = np.array([(fd, os.fstat(fd).st_size, address * (n == 0)) for n, fd in enumerate(fds)], FILE)
+    skipped = 0 if not_summed is None else not_summed.ctypes.data
+    rows = [(fd, os.fstat(fd).st_size, address * (n == 0), skipped * (n == 0)) for n, fd in enumerate(fds)]
+    files = np.array(rows, FILE)
     table = np.array(copies, np.int64).reshape(-1, 8)
     try:
         return reader.read(files, table, np.array([target.row for target in targets], TARGET), stall_s=stall_s)
@@ -138,6 +141,15 @@ SEED = slab_seed(b"kvtier weights\0\0", 0, 0)
 
 def whole(target: int = 0) -> tuple[int, ...]:
     return (0, 0, 1, SIZE, SIZE, target, 0, SIZE)
+
+
+def test_blocks_that_are_summed_elsewhere(folder: Path) -> None:
+    sums, not_summed = np.zeros(SIZE // PAGE + 1, np.uint64), np.ones(SIZE // PAGE + 1, np.uint8)
+    not_summed[[0, 7, 40]] = 0
+    with RangeReader(**SMALL) as reader:
+        assert read(reader, folder, [whole()], [Target(SIZE)], sums=sums, not_summed=not_summed).failure is None
+    assert [sums[block] for block in (0, 7, 40)] == [block_sum(folder, block) for block in (0, 7, 40)]
+    assert np.count_nonzero(sums) == 3
 
 
 def test_copies_that_end_late_land_whole(cuda: CudaDouble, folder: Path) -> None:
@@ -239,7 +251,7 @@ def test_progress_may_stop_a_read(cuda: CudaDouble, folder: Path) -> None:
     target = Target(SIZE, on_device=True)
     fd = os.open(folder / "0", os.O_RDONLY)
     with RangeReader(0, **SMALL) as reader, pytest.raises(KeyboardInterrupt):
-        files, places = np.array([(fd, SIZE, 0)], FILE), np.array([target.row], TARGET)
+        files, places = np.array([(fd, SIZE, 0, 0)], FILE), np.array([target.row], TARGET)
         reader.read(files, np.array([whole()], np.int64), places, progress=stop)
     assert cuda.copying() == 0
     os.close(fd)
@@ -284,7 +296,7 @@ def test_bytes_of_a_read_that_hung_are_dropped(folder: Path) -> None:
         pytest.skip(f"a hung read needs the kernel's log: {error}")
     hung, target = Target(10), Target(SIZE)
     with RangeReader(**SMALL) as reader:
-        files, copies = np.array([(log, PAGE, 0)], FILE), np.array([(0, 0, 1, 10, 0, 0, 0, 0)], np.int64)
+        files, copies = np.array([(log, PAGE, 0, 0)], FILE), np.array([(0, 0, 1, 10, 0, 0, 0, 0)], np.int64)
         failure = reader.read(files, copies, np.array([hung.row], TARGET), stall_s=0.2).failure
         assert failure is not None and failure.error == errno.ETIMEDOUT
         assert read(reader, folder, [whole()], [target]).failure is None

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvtier.kernels import device, device_checksum
+from kvtier.kernels import device, device_block_sums, device_checksum
 
 ACCESS = re.compile(r"(?:ld|st)\.(?:global|shared|local)[\w.:]*")
 
@@ -44,6 +44,9 @@ def main() -> None:
     walk = device_checksum.WALKS[0]
     types = {"table": "*i64", "sums": "*i64", "n_pages": "i32", "n_parts": "i32"}
     compiled(device_checksum._sum_pages, types, {"PAIRS": 512, "PAGES": walk.pages, "STEP": walk.step}, walk.warps)
+    blocks = device_block_sums
+    types = {"table": "*i64", "sums": "*i64", "seed": "i64"}
+    compiled(blocks._sum_pieces, types, {"PAIRS": 512, "PAGES": blocks.PAGES, "STEP": blocks.STEP}, blocks.WARPS)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,6 @@ def as_interpreted() -> Iterator[None]:
 
 
 with as_interpreted():
-    from kvtier.kernels import device, device_checksum
+    from kvtier.kernels import device, device_block_sums, device_checksum
 
-__all__ = ["DEVICE", "INTERPRETED", "as_interpreted", "device", "device_checksum"]
+__all__ = ["DEVICE", "INTERPRETED", "as_interpreted", "device", "device_block_sums", "device_checksum"]

@@ -261,6 +261,7 @@ void RangeJob::sum(const RangePiece& piece, uint8_t* slot) const {
   // A file that has grown may give more than there is room for.
   const uint64_t end = std::min(piece.end, static_cast<uint64_t>(file.size));
   for (uint64_t at = piece.start; at < end; at += block_bytes) {
+    if (file.not_summed != nullptr && file.not_summed[at / block_bytes] != 0) continue;
     uint8_t* data = slot + (at - piece.start);
     const uint64_t bytes = std::min(block_bytes, end - at), padded = (bytes + 7) / 8 * 8;
     std::memset(data + bytes, 0, padded - bytes);

@@ -69,7 +69,7 @@ struct RangeFailure {
 };
 
 // One read. Owns copies of the file descriptors, so that a thread that hangs in the kernel does no harm later. Memory of
-// targets and sums belongs to the caller and must stay until wait() gave true or cancel() has returned.
+// targets and of files' arrays belongs to the caller and must stay until wait() gave true or cancel() has returned.
 class RangeJob : public std::enable_shared_from_this<RangeJob> {
  public:
   // Throws std::system_error, CudaFailed.

@@ -20,8 +20,9 @@ struct RangeFile {
   int64_t fd;
   int64_t size;
   uint64_t* sums;  // receives the checksum of each block that a copy touches; null: none is computed
+  const uint8_t* not_summed;  // of each block, not 0: its checksum is not computed; null: all are
 };
-static_assert(sizeof(RangeFile) == 24, "the layout is part of the C interface");
+static_assert(sizeof(RangeFile) == 32, "the layout is part of the C interface");
 
 // Part of a piece that goes to one target. The offset is within the piece. One row: its pitches are unused.
 struct Part {
