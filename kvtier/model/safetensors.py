@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from kvtier.errors import Corrupt
+from kvtier.runtime.garbage import paused_collection
 
 HEADER_BYTES_MAX = 100_000_000  # longest header that is read, bytes
 SIZE_MAX = 1 << 63  # file sizes are smaller, bytes
@@ -62,6 +63,11 @@ def parse_header(header: bytes, file_bytes: int | None) -> Header:
     Raises Corrupt with the tensor and the reason: the tensors' bytes must fill the file without overlaps and holes,
     each as many as dtype and shape say; names must be unique.
     """
+    with paused_collection():
+        return _parse(header, file_bytes)
+
+
+def _parse(header: bytes, file_bytes: int | None) -> Header:
     try:
         text = header.decode()
         table = json.loads(text, parse_constant=_refuse_constant)

@@ -10,6 +10,7 @@ import torch
 
 from kvtier.errors import Corrupt, WeightsUnreadable
 from kvtier.model.safetensors import TensorEntry, read_header
+from kvtier.runtime.garbage import paused_collection
 from kvtier.weights import manifest
 from kvtier.weights.copies import Copy, contiguous
 from kvtier.weights.dtypes import TORCH_DTYPES
@@ -49,10 +50,12 @@ def load(
     place = _device(device)
     with unchanged(files), WeightReader(progress=progress) as reader:
         reader.prepare(place)
-        layout = _layout(files)
+        with paused_collection():
+            layout = _layout(files)
         buffers = [torch.empty(size, dtype=torch.uint8, device=place) for size in layout.sizes]
         reader.read(files, layout.copies, buffers, manifest.of_files(files))
-    return {name: _view(buffers[number], start, entry) for name, (number, start, entry) in layout.places.items()}
+    with paused_collection():
+        return {name: _view(buffers[number], start, entry) for name, (number, start, entry) in layout.places.items()}
 
 
 def _device(device: str | int | torch.device) -> torch.device:
