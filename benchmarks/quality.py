@@ -274,7 +274,10 @@ def measure(model: Model, presets: Sequence[str], amount: Amount) -> dict[str, A
         if preset in left_out:
             found[preset]["kind_left_out"] = {kind: figures(left_out[preset], [kind]) for kind in KINDS}
     shape = {"layers": k.shape[0], "kv_heads": k.shape[1], "head_size": k.shape[-1]}
-    return {"model": model.folder.name, "shape": shape, "rows_of_a_kind": amount.rows, "presets": found}
+    return {"model": model.folder.name, "shape": shape, "rows_of_a_kind": amount.rows} | {
+        "rows_of_calibration": amount.calibration * (1 + len(KINDS)),
+        "presets": found,
+    }
 
 
 def main() -> None:

@@ -371,6 +371,39 @@ def quality() -> Lines:
     ]
 
 
+@table
+def calibrated() -> Lines:
+    results = [
+        read(f"quality/calibrated/{path.stem}") for path in sorted((RESULTS / "quality/calibrated").glob("*.json"))
+    ]
+    cells = []
+    for result in results:
+        for preset, one in result["presets"].items():
+            if "kind_left_out" in one:
+                worst = [
+                    max((each["kl_mean"]["value"], kind) for kind, each in one[name].items())
+                    for name in ("kinds", "kind_left_out")
+                ]
+                counts = [str(result["rows_of_a_kind"] * 3), str(result["rows_of_calibration"])]
+                numbers = [*counts, f"{one['bits']:.2f}", _loss(one)]
+                cells.append([result["model"], f"`{preset}`", *numbers, *(f"{kl:.1e} {kind}" for kl, kind in worst)])
+    columns = [
+        "model",
+        "preset",
+        "rows",
+        "rows of calibration",
+        "bits an element",
+        "loss",
+        "worst kind",
+        "kind left out",
+    ]
+    return [
+        f"**Loss of the calibrated codecs** (`python -m benchmarks.quality`, {source(results[0])}; KL to float32 KV in "
+        "nats with its 95 % interval, same top token):",
+        *rows(columns, cells),
+    ]
+
+
 def _loss(found: Result) -> str:
     kl, top = found["kl_mean"], found["same_top"]["value"]
     return f"{kl['value']:.1e} ({kl['low']:.1e}-{kl['high']:.1e}), {top:.1%}"
