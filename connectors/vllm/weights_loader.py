@@ -30,6 +30,7 @@ from kvtier.connectors.vllm.weights_trace import LoadTrace, TraceRefused
 from kvtier.errors import ConfigError
 from kvtier.model.safetensors import read_header
 from kvtier.model.shard_manifest import NAME, ShardManifest, read_shard_manifest
+from kvtier.runtime.garbage import paused_collection
 from kvtier.runtime.units import size
 from kvtier.weights.manifest import of_files
 from kvtier.weights.plan import PlanMismatch, WeightPlan
@@ -172,7 +173,7 @@ class KvtierModelLoader(DefaultModelLoader):
         """Run vLLM's weight loaders on tensors without data. Return the plan; None where they cannot be followed."""
         before, self._trace = _state(model), trace
         try:
-            with trace:
+            with trace, paused_collection():
                 loaded = model.load_weights(self.get_all_weights(model_config, model))  # type: ignore[operator]
             self._track(model, model_config, loaded)
             if any(tensor.is_meta for _, tensor in everything(model)):
