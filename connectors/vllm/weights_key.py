@@ -16,7 +16,6 @@ from vllm.config import get_current_vllm_config
 from vllm.distributed import parallel_state
 
 from kvtier.model.safetensors import header_size
-from kvtier.runtime.versions import commit, installed
 from kvtier.weights.plan_cache import plan_key
 
 GROUPS = ("_TP", "_PP", "_DP", "_EP", "_PCP", "_DCP")  # vLLM's groups of ranks, by their names in parallel_state
@@ -29,7 +28,7 @@ def key_of(model: torch.nn.Module, model_config: Any, files: Sequence[Path]) -> 
     config = get_current_vllm_config()
     source = Path(inspect.getfile(type(model)))
     facts = {
-        "release": [vllm.__version__, torch.__version__, installed("kvtier", ""), commit()],
+        "release": [vllm.__version__, torch.__version__],
         "model": [type(model).__module__, type(model).__qualname__, source.stat().st_size, source.stat().st_mtime_ns],
         "config": model_config.hf_config.to_json_string(use_diff=False),
         "dtype": str(model_config.dtype),

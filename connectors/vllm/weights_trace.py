@@ -14,18 +14,18 @@ What cannot be followed raises TraceRefused: the caller then loads with real ten
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from kvtier.errors import KVTierError
-from kvtier.model.safetensors import Header
+from kvtier.model.safetensors import Header, TensorEntry
 from kvtier.weights.copies import Copy, contiguous, pack
 from kvtier.weights.dtypes import TORCH_DTYPES
 from kvtier.weights.plan import (
@@ -82,6 +82,11 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._headers, self._files, self._reader = headers, tuple(headers), reader
         self._sources: dict[int, _Source] = {}
+        # Made now: under the mode itself that would be an operation like others.
+        self._lazy = {
+            path: {name: self._make_lazy(file, entry) for name, entry in header.tensors.items()}
+            for file, (path, header) in enumerate(headers.items())
+        }
         self._names, self._targets = _distinct(tensors)
         self._numbers = {target.storage._cdata: number for number, target in enumerate(self._targets)}
         self._plan_fills: list[Fill] = []
@@ -89,18 +94,18 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def checkpoint(self, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and lazy tensor of all tensors in one of the files, in its order."""
-        number = self._files.index(path)
-        for name, entry in self._headers[path].tensors.items():
-            dtype = TORCH_DTYPES.get(entry.dtype)
-            if dtype is None:
-                raise TraceRefused(f"{name} is of dtype {entry.dtype}, which torch has not")
-            yield name, self.lazy(number, entry.start, entry.shape, dtype)
+        for name, tensor in self._lazy[path].items():
+            if tensor is None:
+                raise TraceRefused(f"{name} is of dtype {self._headers[path].tensors[name].dtype}, which torch has not")
+            yield name, tensor
 
-    def lazy(self, file: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor without data that stands for the one at byte `offset` of file number `file`."""
-        with _disable_current_modes():
-            made = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        self._sources[made.untyped_storage()._cdata] = _Source(file, offset, made)
+    def _make_lazy(self, file: int, entry: TensorEntry) -> torch.Tensor | None:
+        """Return a tensor without data that stands for one of the checkpoint; None for a dtype that torch has not."""
+        dtype = TORCH_DTYPES.get(entry.dtype)
+        if dtype is None:
+            return None
+        made = torch.empty(entry.shape, dtype=dtype, device="meta")
+        self._sources[made.untyped_storage()._cdata] = _Source(file, entry.start, made)
         return made
 
     def plan(self) -> WeightPlan:
@@ -139,12 +144,14 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if source is not None and source.real is None and self._source_of(args[0]) is None:
                 self._record(args[0], args[1], source)
                 return args[0]
+        if _is_view(func):
+            return func(*args, **kwargs)
         if torch.device("meta") == kwargs.get("device"):  # made beside a lazy tensor, to hold values
             kwargs = kwargs | {"device": "cpu"}
         flat, spec = tree_flatten((args, kwargs))
         places = [(n, x, self._source_of(x)) for n, x in enumerate(flat) if isinstance(x, torch.Tensor)]
         lazy = [(n, x, source) for n, x, source in places if source is not None]
-        if _is_view(func) or (func in FILLS and not lazy and self._fills(args[0], *args[1:])):
+        if func in FILLS and not lazy and self._fills(args[0], *args[1:]):
             return func(*args, **kwargs)
         self._perform_for([x for _, x, source in places if source is None], _changes_input(func))
         if not lazy:
@@ -180,7 +187,9 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             here = here.expand(there.shape)
         at = source.offset + first_byte(here)
         entry: list[Copy] | Conversion | None = None
-        if here.dtype == there.dtype:
+        if here.dtype == there.dtype and here.is_contiguous() and there.is_contiguous():
+            entry = [contiguous(source.file, at, here.nbytes, number, begin)] if here.nbytes else []
+        elif here.dtype == there.dtype:
             one, other = (source.file, at, byte_strides(here)), (number, begin, byte_strides(there))
             entry = copies_between(here.shape, one, other, here.element_size())
         if entry is None:
