@@ -20,7 +20,7 @@ from kvtier.errors import Corrupt, TierUnavailable, WeightsDamaged, WeightsUnrea
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io import ranges
 from kvtier.io.ranges import RangeFailure, RangeReader
-from kvtier.model.safetensors import read_header
+from kvtier.model.safetensors import header_size, read_header
 from kvtier.weights.copies import Copy, Table, check, contiguous, pack
 from kvtier.weights.device_sums import begin_sums
 
@@ -71,7 +71,7 @@ class WeightReader:
         that touch the same byte of a target land in any order. Files are read in the order given.
 
         expected: checksums of all blocks of a file, as `sums` gives them. Blocks that a copy touches are then read as a
-        whole and compared: on the device if they land there whole, else in the buffers.
+        whole and compared: on the device if they land there whole, else in the buffers. So are those of the header.
 
         Raises WeightsUnreadable with file and offset when a file cannot be read, ends early or changed during the read,
         WeightsDamaged with file, offset and tensors when a checksum differs: targets then hold any bytes. Raises
@@ -84,11 +84,15 @@ class WeightReader:
         places = np.array([(target.data_ptr(), target.is_cuda) for target in targets], ranges.TARGET)
         # Blocks that are not read keep the checksum expected of them.
         found = {path: expected[path].copy() for path in files if path in expected} if expected else {}
+        headers = _header_blocks(files, found, len(places))
+        table = np.concatenate([table, pack(headers)])
+        places = np.append(places, np.zeros(1, ranges.TARGET))
         report = self._run_summed(files, table, places, targets, found)
+        landed = report.bytes_landed - sum(copy.n_bytes for copy in headers)
         for path, sums in found.items():
             if expected is not None and not np.array_equal(sums, expected[path]):
                 raise damage(path, int(np.flatnonzero(sums != expected[path])[0]))
-        return replace(report, seconds=time.monotonic() - start_s)
+        return replace(report, bytes_landed=landed, seconds=time.monotonic() - start_s)
 
     def _run_summed(
         self,
@@ -256,6 +260,22 @@ def unchanged(files: Sequence[Path]) -> Iterator[list[tuple[int, ...]]]:
     for path, identity in zip(files, before, strict=True):
         if _identity_of(path) != identity:
             raise WeightsUnreadable(path, None, CHANGED)
+
+
+def _header_blocks(files: Sequence[Path], sums: Mapping[Path, Sums], nowhere: int) -> list[Copy]:
+    """Return copies of a byte of each block of the headers of files with checksums, to target number `nowhere`.
+
+    A damaged header may be readable, and name other tensors or places.
+    """
+    copies = []
+    for number, path in enumerate(files):
+        if path not in sums or not len(sums[path]):
+            continue
+        n_bytes = 1
+        with suppress(Corrupt, OSError), path.open("rb") as file:
+            n_bytes = 8 + header_size(file.read(8), os.fstat(file.fileno()).st_size)
+        copies.append(Copy(number, 0, n_blocks(n_bytes), 1, ranges.BLOCK_BYTES, nowhere, 0, 1))
+    return copies
 
 
 def n_blocks(file_bytes: int) -> int:

@@ -66,6 +66,23 @@ def test_a_flipped_byte_of_the_header_is_noticed(file: Path) -> None:
         read(file, [contiguous(0, 0, 100, 0)])
 
 
+def test_headers_are_compared_whatever_is_read(tmp_path: Path) -> None:
+    """This one fills more than a block, and is readable all the same."""
+    path = tmp_path / "model.safetensors"
+    metadata = {"note": "x" * (2 << 20)}
+    save_file({"first": torch.arange(500_000), "second": torch.arange(100_000)}, path, metadata)
+    size = path.stat().st_size
+    with WeightReader() as reader:
+        manifest.write(tmp_path, [path], reader)
+        report = reader.read(
+            [path], [contiguous(0, size - 9, 9, 0)], [torch.zeros(9, dtype=torch.uint8)], manifest.of_files([path])
+        )
+    assert report.bytes_landed == 9
+    flip(path, path.read_bytes().index(b"xxx") + (3 << 19))
+    with pytest.raises(WeightsDamaged, match="at byte 1048576"):
+        read(path, [contiguous(0, size - 9, 9, 0)])
+
+
 def test_only_blocks_that_are_read_count(file: Path) -> None:
     flip(file, 2_500_000)
     read(file, [contiguous(0, 100, 1000, 0), Copy(0, 3 << 20, 10, 100, 200, 0, 5000, 100)])
