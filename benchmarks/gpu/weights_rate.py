@@ -208,7 +208,7 @@ def measure(
 ) -> dict[str, list[dict[str, Any]]]:
     """Run all loaders in turns. Return the runs of each."""
     found: dict[str, list[dict[str, Any]]] = {loader: [] for loader in loaders}
-    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), *_unpacked(options.wheels))))
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), *unpacked(options.wheels))))
     for turn in range(options.repetitions):
         order = loaders[turn % len(loaders) :] + loaders[: turn % len(loaders)]
         waiting = [
@@ -227,7 +227,7 @@ def _goes_on(runs: list[dict[str, Any]]) -> bool:
     return not any("skipped" in run or "failed" in run for run in runs)
 
 
-def _unpacked(wheels: Path | None) -> list[str]:
+def unpacked(wheels: Path | None) -> list[str]:
     if wheels is None:
         return []
     target = Path(tempfile.gettempdir(), "kvtier-bench-wheels")
