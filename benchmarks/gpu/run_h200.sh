@@ -257,7 +257,7 @@ stage() {
     two-ttft)
       local lengths=32768,100000
       [ -z "${TINY:-}" ] || lengths=300,600
-      ttft "${NAME:-two_gpus_ttft}" "$MEMORY" 450 --one-process --model 70b --tp 2 --gpu-memory 0.85 --timeout 280 \
+      ttft "${NAME:-two_gpus_ttft}" "$MEMORY" 450 --model 70b --tp 2 --gpu-memory 0.85 --timeout 280 \
         --lengths "${LENGTHS:-$lengths}" --count "${COUNT:-2}" ;;
     *)
       echo "no stage $1"

@@ -20,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -64,21 +66,22 @@ def child(job: dict[str, Any]) -> dict[str, Any]:
     register()
     found: dict[str, Any] = {"import_s": time.perf_counter() - began}
 
-    def timed(name: str, function: Any) -> Any:
-        def run(*arguments: Any, **options: Any) -> Any:
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*arguments: Any) -> Any:
             before = time.perf_counter()
-            result = function(*arguments, **options)
+            result = function(*arguments)
             found[name] = time.perf_counter() - before
             return result
 
         return run
 
-    def load_model(self: Any, *arguments: Any, **options: Any) -> Any:
+    def load_model(self: Any, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
         self.load_weights = timed("load_weights_s", self.load_weights)
-        return original(self, *arguments, **options)
+        return original(self, vllm_config, model_config, prefix)
 
     original = base_loader.BaseModelLoader.load_model
-    base_loader.BaseModelLoader.load_model = timed("load_model_s", load_model)
+    base_loader.BaseModelLoader.load_model = load_model
     base_loader.process_weights_after_loading = timed("after_loading_s", base_loader.process_weights_after_loading)
     transfer = None if job["tier"] is None else KVTransferConfig(**kvtier_transfer(job["tier"]))
     llm = vllm.LLM(job["model"], load_format=job["format"], kv_transfer_config=transfer, **job["llm"])
@@ -92,7 +95,7 @@ def child(job: dict[str, Any]) -> dict[str, Any]:
     found |= {"answer": list(output.outputs[0].token_ids), "hit_tokens": output.num_cached_tokens or 0}
     found["sums"] = llm.collective_rpc(_sums)
     if job["tier"] is not None:
-        time.sleep(3.0)  # what was computed is stored meanwhile
+        time.sleep(3.0)  # what was computed is stored in this time
     return found
 
 
@@ -148,7 +151,7 @@ def run_all(options: argparse.Namespace) -> int:
         ("kvtier with its tier", job | {"format": "kvtier", "tier": tier, "llm": compiled}),
     ]
     found: dict[str, list[dict[str, Any]]] = {}
-    turns = [*starts * options.repetitions, *whole * options.repetitions]
+    turns = [*starts * options.repetitions, *whole * max(2, options.repetitions)]
     for number, (name, each) in enumerate(turns):
         extra = {"model_loader_extra_config": plans} if each["format"] == "kvtier" else {}
         runs = found.setdefault(name, [])
