@@ -13,8 +13,8 @@ KL_NATS: Mapping[str, tuple[float | None, ...]] = {
     "int8": (3.7e-5, 3.9e-5, 3.6e-5, 3.8e-5),
     "k6v5": (3.8e-4, 3.1e-4, 1.5e-4, 7.7e-4),
     "k4v4": (3.4e-3, 3.1e-3, 1.1e-3, 1.1e-2),
-    "tc4": (8.1e-4, None, None, None),
-    "tc3": (3.4e-3, None, None, None),
+    "tc4": (8.1e-4, 1.6e-3, None, None),
+    "tc3": (3.4e-3, 6.9e-3, None, None),
 }
 
 

@@ -55,7 +55,7 @@ class TransformCodec:
         """Raises ConfigError without a table, and for pages that the kernels cannot take."""
         if self._table is None:
             raise ConfigError(KEY, None, f"codec {self._preset} needs one: kvtier calibrate MODEL --out FILE")
-        coder = TransformCoder(self._table, held, geometry.chunk_tokens, pages.layers[0].k.device)
+        coder = TransformCoder(self._table, held, geometry.chunk_tokens, torch.device("cpu"))
         try:
             self._movers.add(pages, _make_mover(pages, coder, held, self._table))
         except ValueError as fault:
