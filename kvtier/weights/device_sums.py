@@ -23,7 +23,7 @@ from kvtier.weights.copies import Table
 if TYPE_CHECKING:
     from kvtier.kernels.device_block_sums import BlockSums
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvtier")
 
 # Bytes to sum from which on it pays to compile or load the kernel while they are read: 0.1 s of reading.
 FIRST_BYTES_MIN = 4 << 30
