@@ -137,6 +137,12 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the tensors of the plan's targets."""
         return [target.tensor for target in self._targets]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tell torch not to wrap each operation against compilation: loaders are not compiled, and it takes as long as
+        recording."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is COPY:
