@@ -60,7 +60,11 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ),
         ("kvtier_range_wait", c.c_int, [handle, c.c_int64]),
         ("kvtier_range_cancel", None, [handle]),
-        ("kvtier_range_progress", None, [handle, c.POINTER(c.c_uint64), c.POINTER(c.c_uint64)]),
+        (
+            "kvtier_range_progress",
+            None,
+            [handle, *[c.POINTER(c.c_uint64)] * 2, c.POINTER(c.c_uint32), c.POINTER(c.c_uint64)],
+        ),
         (
             "kvtier_range_failure",
             c.c_int,

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,16 @@ class RangeFailure:
     file: int
     offset: int
     message: str
+
+
+class RangeProgress(NamedTuple):
+    """Bytes that landed and bytes that were read so far. All bytes have landed of earlier files than `file`, and of
+    this one before `offset`."""
+
+    bytes_landed: int
+    bytes_read: int
+    file: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +115,12 @@ class RangeReader:
         targets: npt.NDArray[np.void],
         *,
         stall_s: float = 120.0,
-        progress: Callable[[int], object] | None = None,
+        progress: Callable[[RangeProgress], object] | None = None,
     ) -> RangeResult:
         """Return when the last byte has landed, or no byte will land any more after a failure.
 
-        stall_s: longest time without any new byte, seconds. progress: is called with the bytes landed so far, about
-        20 times a second and at the end. The caller has checked that copies fit their targets. An exception, such as
+        stall_s: longest time without any new byte, seconds. progress: is called about 20 times a second and at the
+        end. The caller has checked that copies fit their targets. An exception, such as
         KeyboardInterrupt, stops the read first.
         """
         if copies.dtype != np.int64 or copies.shape != (len(copies), COPY_FIELDS) or not copies.flags.c_contiguous:
@@ -123,8 +134,8 @@ class RangeReader:
             raise TierUnavailable(f"weights cannot be read: {message.of(error)}")
         try:
             failure = self._wait(job, stall_s, progress)
-            landed, read = _progress(job)
-            return RangeResult(landed, read, failure)
+            done = _progress(job)
+            return RangeResult(done.bytes_landed, done.bytes_read, failure)
         finally:
             library.kvtier_range_cancel(job)
             if not library.kvtier_range_wait(job, _WAIT_NS):
@@ -133,19 +144,20 @@ class RangeReader:
             library.kvtier_range_free(job)
 
     def _wait(
-        self, job: ctypes.c_void_p, stall_s: float, progress: Callable[[int], object] | None
+        self, job: ctypes.c_void_p, stall_s: float, progress: Callable[[RangeProgress], object] | None
     ) -> RangeFailure | None:
         last, last_s = 0, time.monotonic()
         while not library.kvtier_range_wait(job, _WAIT_NS):
-            moved = sum(_progress(job))
+            done = _progress(job)
+            moved = done.bytes_landed + done.bytes_read
             if moved != last:
                 last, last_s = moved, time.monotonic()
             if time.monotonic() - last_s > stall_s:
                 return RangeFailure(errno.ETIMEDOUT, 0, 0, "")
             if progress is not None:
-                progress(_progress(job)[0])
+                progress(done)
         if progress is not None:
-            progress(_progress(job)[0])
+            progress(_progress(job))
         file, offset, message = ctypes.c_uint32(), ctypes.c_uint64(), Message()
         error = library.kvtier_range_failure(job, ctypes.byref(file), ctypes.byref(offset), *message.room)
         return RangeFailure(error, file.value, offset.value, message.of(error)) if error else None
@@ -174,7 +186,7 @@ def resident_share(fd: int, file_bytes: int) -> float | None:
     return None if resident < 0 else min(1.0, resident / max(1, file_bytes))
 
 
-def _progress(job: ctypes.c_void_p) -> tuple[int, int]:
-    landed, read = ctypes.c_uint64(), ctypes.c_uint64()
-    quick.kvtier_range_progress(job, ctypes.byref(landed), ctypes.byref(read))
-    return landed.value, read.value
+def _progress(job: ctypes.c_void_p) -> RangeProgress:
+    landed, read, file, offset = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint32(), ctypes.c_uint64()
+    quick.kvtier_range_progress(job, *map(ctypes.byref, (landed, read, file, offset)))
+    return RangeProgress(landed.value, read.value, file.value, offset.value)

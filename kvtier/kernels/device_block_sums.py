@@ -89,22 +89,33 @@ class BlockSums:
     def __init__(self, pieces: npt.NDArray[np.int64], n_blocks: int, seed: int, device: torch.device) -> None:
         """Prepare to sum pieces. May take a second.
 
-        pieces: (n, PIECE_FIELDS). seed: of all blocks. What Triton raises where it has no compiler is passed on.
+        pieces: (n, PIECE_FIELDS), in the order of their blocks. seed: of all blocks. What Triton raises
+        where it has no compiler is passed on.
         """
         self._device = device
+        self._blocks, self._n_summed = pieces[:, 3].copy(), 0
         self._table = torch.from_numpy(np.ascontiguousarray(pieces)).to(device)
         self._sums = torch.zeros(n_blocks, dtype=torch.int64, device=device)
         self._seed = seed - (1 << 64) if seed >> 63 else seed
         self._parts = -(-int(pieces[:, 2].max(initial=0)) // (PAGES * PAIRS_PER_PAGE))
         self._launch(0)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # another thread launches, maybe on another stream
 
-    def _launch(self, n_pieces: int) -> None:
+    def _launch(self, stop: int) -> None:
         with on_device(self._device):
-            _sum_pieces[(n_pieces, self._parts)](
-                self._table, self._sums, self._seed, PAIRS_PER_PAGE, PAGES, STEP, num_warps=WARPS
+            _sum_pieces[(stop - self._n_summed, self._parts)](
+                self._table[self._n_summed :], self._sums, self._seed, PAIRS_PER_PAGE, PAGES, STEP, num_warps=WARPS
             )
 
+    def sum_until(self, block: int) -> None:
+        """Begin to sum blocks before `block` that were not summed so far: their bytes are there."""
+        stop = int(np.searchsorted(self._blocks, block))
+        if stop > self._n_summed:
+            self._launch(stop)
+            self._n_summed = stop
+
     def sums(self) -> npt.NDArray[np.uint64]:
-        """Sum what is in the device's memory now, once. Return (n_blocks,); 0 for blocks without pieces."""
-        self._launch(len(self._table))
+        """Sum the blocks that are left. Return the sums of all, (n_blocks,); 0 for blocks without pieces."""
+        self.sum_until(len(self._sums))
         return self._sums.cpu().numpy().view(np.uint64)

@@ -19,10 +19,10 @@ import torch
 from kvtier.errors import Corrupt, TierUnavailable, WeightsDamaged, WeightsUnreadable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io import ranges
-from kvtier.io.ranges import RangeFailure, RangeReader
+from kvtier.io.ranges import RangeFailure, RangeProgress, RangeReader
 from kvtier.model.safetensors import header_size, read_header
 from kvtier.weights.copies import Copy, Table, check, contiguous, pack
-from kvtier.weights.device_sums import begin_sums
+from kvtier.weights.device_sums import DeviceSums, begin_sums
 
 Sums = npt.NDArray[np.uint64]  # of a file, one a block of ranges.BLOCK_BYTES
 
@@ -108,12 +108,11 @@ class WeightReader:
         on_device = begin_sums(table, places, sizes, device) if sums and device is not None else None
         if on_device is None:
             return self._run(files, table, places, reader, sums)
-        whole = on_device.blocks.by_file
-        report = self._run(files, table, places, reader, sums, whole)
+        report = self._run(files, table, places, reader, sums, on_device)
         found = on_device.sums()
         if found is None:
             return self._run(files, table, places, reader, sums)
-        for path, is_whole, of_file in zip(files, whole, found, strict=True):
+        for path, is_whole, of_file in zip(files, on_device.blocks.by_file, found, strict=True):
             if path in sums:
                 sums[path][is_whole] = of_file[is_whole]
         return report
@@ -137,9 +136,17 @@ class WeightReader:
         places: npt.NDArray[np.void],
         reader: RangeReader,
         sums: Mapping[Path, Sums],
-        not_summed: Sequence[npt.NDArray[np.bool_]] = (),
+        on_device: DeviceSums | None = None,
     ) -> ReadReport:
         start_s = time.monotonic()
+        not_summed = on_device.blocks.by_file if on_device is not None else []
+
+        def observe(done: RangeProgress) -> None:
+            if on_device is not None:
+                on_device.sum_landed(done)
+            if self._progress is not None:
+                self._progress(done.bytes_landed)
+
         with unchanged(files) as identities, ExitStack() as stack:
             opened = [open_file(path, stack) for path in files]
             rows = []
@@ -156,7 +163,7 @@ class WeightReader:
                 rows.append((descriptor, size, sums[path].ctypes.data if path in sums else 0, skipped))
             described = np.array(rows, ranges.FILE)
             table = np.ascontiguousarray(table)
-            result = reader.read(described, table, places, stall_s=self._stall_s, progress=self._progress)
+            result = reader.read(described, table, places, stall_s=self._stall_s, progress=observe)
         if result.failure is not None:
             raise self._error(files, result.failure)
         n_direct = sum(is_direct for _, is_direct in opened)

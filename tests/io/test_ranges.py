@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvtier.errors import TierUnavailable
 from kvtier.format.checksum import slab_seed
 from kvtier.io.native import checksum
-from kvtier.io.ranges import FILE, TARGET, RangeReader, RangeResult, resident_share
+from kvtier.io.ranges import FILE, TARGET, RangeProgress, RangeReader, RangeResult, resident_share
 
 from cuda_double import CudaDouble
 
@@ -241,11 +241,27 @@ def test_after_a_stall_nothing_lands(cuda: CudaDouble, folder: Path) -> None:
     assert bytes(target.bytes) == landed
 
 
+def test_bytes_before_the_place_of_progress_have_landed(cuda: CudaDouble, folder: Path) -> None:
+    cuda.delay(0.05)
+    target, seen = Target(SIZE, on_device=True), []
+    content = (folder / "0").read_bytes()
+
+    def look(done: RangeProgress) -> None:
+        landed = done.offset if done.file == 0 else SIZE
+        assert bytes(target.bytes[:landed]) == content[:landed]
+        seen.append(landed)
+
+    with RangeReader(0, **SMALL) as reader, (folder / "0").open("rb") as file:
+        files, places = np.array([(file.fileno(), SIZE, 0, 0)], FILE), np.array([target.row], TARGET)
+        reader.read(files, np.array([whole()], np.int64), places, progress=look)
+    assert seen == sorted(seen) and seen[-1] == SIZE and any(0 < place < SIZE for place in seen)
+
+
 def test_progress_may_stop_a_read(cuda: CudaDouble, folder: Path) -> None:
     cuda.delay(0.1)
 
-    def stop(landed: int) -> None:
-        assert 0 <= landed <= SIZE
+    def stop(done: RangeProgress) -> None:
+        assert 0 <= done.bytes_landed <= SIZE
         raise KeyboardInterrupt
 
     target = Target(SIZE, on_device=True)

@@ -15,10 +15,10 @@ import torch
 
 from kvtier.errors import WeightsDamaged
 from kvtier.io import ranges
-from kvtier.io.ranges import RangeReader
+from kvtier.io.ranges import RangeProgress, RangeReader
 from kvtier.weights import device_sums
 from kvtier.weights.copies import Copy, contiguous, pack
-from kvtier.weights.device_sums import whole_blocks
+from kvtier.weights.device_sums import DeviceSums, whole_blocks
 from kvtier.weights.reader import Sums, WeightReader
 from tests.kernels.device_rig import DEVICE
 
@@ -93,7 +93,7 @@ def _summed_by_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def watched(*rest: Any) -> Any:
         if len(rest) > 6:
-            seen.extend(np.flatnonzero(~rest[6][0]).tolist())
+            seen.extend(np.flatnonzero(~rest[6].blocks.by_file[0]).tolist())
         return run(*rest)
 
     monkeypatch.setattr(WeightReader, "_run", watched)
@@ -143,6 +143,22 @@ def test_a_byte_that_changes_after_it_was_read_is_found(file: Path, monkeypatch:
     monkeypatch.setattr(HostCopies, "read", damaging)
     with pytest.raises(WeightsDamaged):
         Reader().read([file], whole_copies(), targets, expected)
+
+
+def test_blocks_are_summed_as_they_land(file: Path) -> None:
+    """Files without checksums do not count."""
+    sound = Reader().sums([file])[file]
+    memory = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+    places = np.array([(memory.data_ptr(), 1)], ranges.TARGET)
+    blocks = whole_blocks(pack([contiguous(1, 0, SIZE, 0)]), places, np.array([0, SIZE]))
+    sums = DeviceSums(blocks, DEVICE)
+    sums._prepared.result()
+    for file_number, offset in ((0, 9 * BLOCK), (1, 3 * BLOCK)):
+        sums.sum_landed(RangeProgress(0, 0, file_number, offset))
+    memory[::BLOCK] ^= 1
+    found = sums.sums()
+    assert found is not None and len(found[0]) == 0
+    assert np.flatnonzero(found[1] == sound).tolist() == [0, 1, 2]
 
 
 STRIP = Copy(0, STARTS["first"], 8, 3000, 6000, 0, 0, 3000)

@@ -94,9 +94,14 @@ EXPORT int kvtier_range_wait(kvtier_range_job* job, int64_t timeout_ns) {
 
 EXPORT void kvtier_range_cancel(kvtier_range_job* job) { job->job->cancel(); }
 
-EXPORT void kvtier_range_progress(kvtier_range_job* job, uint64_t* landed, uint64_t* read) {
+// All copies of earlier files, and of bytes of `file` before `offset`, have landed.
+EXPORT void kvtier_range_progress(kvtier_range_job* job, uint64_t* landed, uint64_t* read, uint32_t* file,
+                                  uint64_t* offset) {
   *landed = job->job->bytes_landed();
   *read = job->job->bytes_read();
+  const kvtier::RangePiece* missing = job->job->first_missing();
+  *file = missing != nullptr ? missing->file : UINT32_MAX;
+  *offset = missing != nullptr ? missing->start : 0;
 }
 
 // Returns the first failure's errno, or 0. ENODATA: the file ends at `offset`.

@@ -55,7 +55,8 @@ void RangeSlots::prepare() {
 // Stream, slots and copies in flight of one thread. Without a device, pieces have landed when land() returns.
 struct RangeJob::Stage {
   Stage(const RangeSlots& all, RangeSlots::OfThread& slots)
-      : all(all), slots(slots), context(all.context), events(all.options.slots), bytes(all.options.slots) {
+      : all(all), slots(slots), context(all.context), events(all.options.slots), pieces(all.options.slots),
+        bytes(all.options.slots) {
     if (!context) return;
     current = std::make_unique<CurrentContext>(*context);
     try {
@@ -119,18 +120,19 @@ struct RangeJob::Stage {
     driver.check(driver.cuMemcpy2DAsync(&rows, stream), "cuMemcpy2DAsync");
   }
 
-  void record(size_t slot, uint64_t n_bytes) {
+  void record(size_t slot, size_t piece, uint64_t n_bytes) {
     context->driver.check(context->driver.cuEventRecord(events[slot], stream), "cuEventRecord");
+    pieces[slot] = piece;
     bytes[slot] = n_bytes;
     in_flight.push_back(slot);
   }
 
-  // Waits for the oldest copies; returns their bytes.
-  uint64_t finish_oldest() {
+  // Waits for the oldest copies; returns their slot.
+  size_t finish_oldest() {
     const size_t slot = in_flight.front();
     context->driver.check(context->driver.cuEventSynchronize(events[slot]), "cuEventSynchronize");
     in_flight.pop_front();
-    return bytes[slot];
+    return slot;
   }
 
   // After a failed call a copy may still be in flight. If its end cannot be awaited, the slots are never freed.
@@ -146,13 +148,15 @@ struct RangeJob::Stage {
   std::unique_ptr<CurrentContext> current;
   CuStream stream = nullptr;
   std::vector<CuEvent> events;
-  std::vector<uint64_t> bytes;   // of a slot's copies in flight
+  std::vector<size_t> pieces;    // in the slots, and their bytes in flight
+  std::vector<uint64_t> bytes;
   std::deque<size_t> in_flight;  // slots, the oldest first
 };
 
 RangeJob::RangeJob(std::shared_ptr<RangeSlots> slots, RangePlan plan, std::vector<RangeTarget> targets)
     : slots_(std::move(slots)), plan_(std::move(plan)), targets_(std::move(targets)),
-      sum_(best_instruction_set().sum), seed_(slab_seed(reinterpret_cast<const uint8_t*>("kvtier weights\0"), 0, 0)) {
+      sum_(best_instruction_set().sum), seed_(slab_seed(reinterpret_cast<const uint8_t*>("kvtier weights\0"), 0, 0)),
+      has_landed_(plan_.pieces().size()) {
   for (const RangeFile& file : plan_.files()) {
     fds_.push_back(fcntl(static_cast<int>(file.fd), F_DUPFD_CLOEXEC, 0));
     if (fds_.back() < 0) throw std::system_error(errno, std::generic_category());
@@ -203,7 +207,7 @@ void RangeJob::work(uint32_t thread) {
       move_pieces(stage);
     } catch (...) {
       stage.settle();
-      for (; !stage.in_flight.empty(); stage.in_flight.pop_front()) end_landing(0);
+      for (; !stage.in_flight.empty(); stage.in_flight.pop_front()) end_landing();
       throw;
     }
   } catch (const CudaFailed& failed) {
@@ -218,12 +222,16 @@ void RangeJob::work(uint32_t thread) {
 
 void RangeJob::move_pieces(Stage& stage) {
   std::vector<Part> parts;
+  const auto finish_oldest = [&] {
+    const size_t slot = stage.finish_oldest();
+    end_landing(stage.pieces[slot], stage.bytes[slot]);
+  };
   while (!stop_) {
     const size_t number = next_.fetch_add(1);
     if (number >= plan_.pieces().size()) break;
     const RangePiece& piece = plan_.pieces()[number];
     size_t slot = stage.free_slot();
-    for (; slot == Stage::npos; slot = stage.free_slot()) end_landing(stage.finish_oldest());
+    for (; slot == Stage::npos; slot = stage.free_slot()) finish_oldest();
     uint8_t* data = stage.data(slot);
     if (!read(piece, data) || !begin_landing()) break;
     uint64_t bytes = 0;
@@ -231,15 +239,15 @@ void RangeJob::move_pieces(Stage& stage) {
       if (plan_.files()[piece.file].sums != nullptr) sum(piece, data);
       plan_.parts_of(piece, parts);
       bytes = land(parts, data, stage);
-      if (stage.context) stage.record(slot, bytes);
+      if (stage.context) stage.record(slot, number, bytes);
     } catch (...) {
       stage.settle();
-      end_landing(0);
+      end_landing();
       throw;
     }
-    if (!stage.context) end_landing(bytes);
+    if (!stage.context) end_landing(number, bytes);
   }
-  while (!stage.in_flight.empty()) end_landing(stage.finish_oldest());
+  while (!stage.in_flight.empty()) finish_oldest();
 }
 
 bool RangeJob::read(const RangePiece& piece, uint8_t* slot) {
@@ -295,8 +303,19 @@ bool RangeJob::begin_landing() {
   return true;
 }
 
-void RangeJob::end_landing(uint64_t bytes) {
+void RangeJob::end_landing(size_t piece, uint64_t bytes) {
   landed_.fetch_add(bytes, std::memory_order_relaxed);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    has_landed_[piece] = true;
+    size_t first = first_missing_.load(std::memory_order_relaxed);
+    while (first < has_landed_.size() && has_landed_[first]) first++;
+    first_missing_.store(first, std::memory_order_release);
+  }
+  end_landing();
+}
+
+void RangeJob::end_landing() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (--landing_ == 0 && cancelled_) changed_.notify_all();
 }

@@ -87,6 +87,11 @@ class RangeJob : public std::enable_shared_from_this<RangeJob> {
 
   uint64_t bytes_landed() const { return landed_.load(std::memory_order_relaxed); }
   uint64_t bytes_read() const { return read_.load(std::memory_order_relaxed); }
+  // The first piece that has not landed, as pieces are ordered, by file and offset; null: all have.
+  const RangePiece* first_missing() const {
+    const size_t number = first_missing_.load(std::memory_order_acquire);
+    return number < plan_.pieces().size() ? &plan_.pieces()[number] : nullptr;
+  }
   RangeFailure failure();
 
  private:
@@ -98,7 +103,8 @@ class RangeJob : public std::enable_shared_from_this<RangeJob> {
   void sum(const RangePiece& piece, uint8_t* slot) const;
   uint64_t land(const std::vector<Part>& parts, const uint8_t* slot, Stage& stage);
   bool begin_landing();
-  void end_landing(uint64_t bytes);
+  void end_landing();  // of a piece whose bytes have not landed
+  void end_landing(size_t piece, uint64_t bytes);
   void fail(RangeFailure failure);
   void thread_ended();
 
@@ -113,6 +119,8 @@ class RangeJob : public std::enable_shared_from_this<RangeJob> {
   std::atomic<bool> stop_{false};  // no further piece is read
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::vector<bool> has_landed_;  // each piece
+  std::atomic<size_t> first_missing_{0};
   uint32_t threads_alive_ = 0, landing_ = 0;  // landing_: pieces whose bytes are being moved
   bool cancelled_ = false;
   RangeFailure failure_;
