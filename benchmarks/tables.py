@@ -25,9 +25,21 @@ from kvtier.codecs.measured_loss import KL_NATS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
-FILES = ("README.md", "benchmarks/README.md", "docs/codecs.md", "tests/README.md")  # Markdown files with table marks
+FILES = (
+    "README.md",
+    "benchmarks/README.md",
+    "docs/codecs.md",
+    "docs/weights.md",
+    "tests/README.md",
+)  # Markdown files with table marks
 BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 EQUALITY = ("equality_small", "equality_mla", "equality_small_032")  # result files of benchmarks.gpu.equality
+UNDER_LOAD = {  # steps of the result
+    "load_burst": "32 x 6,144 tokens",
+    "load_burst long": "16 x 12,000 tokens",
+    "decode_beside": "16 x 12,000 tokens beside 16 requests that decode",
+}
+UNDER_LOAD_TOKEN_BYTES = 131_072  # of 8B, bf16
 
 Lines = list[str]
 Result = dict[str, Any]
@@ -279,6 +291,47 @@ def kernels() -> Lines:
         f"GB/s, read and written bytes counted; goals for vLLM's usual pages: {targets['percent_of_copy']:.0f}%, "
         f"checksum {targets['checksum_gb_s']:,.0f} GB/s: {verdict(result['targets_met'])}; wrong bytes: {wrong}):",
         *kernel_table(result, lambda row: f"{row['gb_s']:,.0f} GB/s, {row['percent_of_copy']:.0f}%"),
+    ]
+
+
+@table
+def weights_rate() -> Lines:
+    result = read("gpu/weights_rate")
+    cells = []
+    for model, found in result["models"].items():
+        for loader, runs in found["runs"].items():
+            times = sorted(run["seconds"] for run in runs)
+            cells.append(
+                [
+                    f"{model}, {found['tensors']:,} tensors, {found['bytes'] / 1e9:.1f} GB",
+                    loader,
+                    f"{median(times):.3f} ({times[0]:.3f}-{times[-1]:.3f})",
+                    f"{found['bytes'] / median(times) / result['ceilings']['h2d_bytes_s']:.0%}",
+                    f"{median(run['cpu_s'] for run in runs):.1f}",
+                    f"{max(run['host_bytes'] for run in runs) / 2**20:,.0f}",
+                ]
+            )
+    return [
+        f"**Weights from tmpfs into GPU memory** (`gpu.weights_rate`, {source(result)}; a fresh process each):",
+        *rows(["model", "loader", "s, median (all)", "of PCIe", "CPU s", "host MiB"], cells),
+    ]
+
+
+@table
+def under_load() -> Lines:
+    result = read("gpu/under_load")
+    found = result["systems"]["kvtier"]["loaded"]
+    cells = []
+    for name, about in UNDER_LOAD.items():
+        one = found[name]
+        share = (
+            one["hit_tokens"] * UNDER_LOAD_TOKEN_BYTES / one["last_first_token_s"] / result["ceilings"]["h2d_bytes_s"]
+        )
+        resident = ms(one["resident"]["last_first_token_s"])
+        cells.append([about, ms(one["median_first_token_s"]), ms(one["last_first_token_s"]), resident, f"{share:.0%}"])
+    return [
+        f"**Loads at once** (`run_h200.sh under-load`, {source(result)}; 8B from tmpfs; milliseconds to first tokens):",
+        *rows(["loads", "median", "last", "last, all in vLLM's own cache", "of PCIe"], cells),
     ]
 
 
