@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from vllm.model_executor.model_loader.weight_utils import _natural_sort_key, ena
 from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.vllm.platform import join_log
 from kvtier.connectors.vllm.weights_key import key_of
-from kvtier.connectors.vllm.weights_trace import LoadTrace, TraceRefused
-from kvtier.errors import ConfigError
+from kvtier.connectors.vllm.weights_trace import LoadTrace, TraceRefused, distinct
+from kvtier.errors import ConfigError, WeightsDamaged
 from kvtier.model.safetensors import read_header
 from kvtier.model.shard_manifest import NAME, ShardManifest, read_shard_manifest
 from kvtier.runtime.garbage import paused_collection
@@ -35,7 +36,7 @@ from kvtier.runtime.units import size
 from kvtier.weights.manifest import of_files
 from kvtier.weights.plan import PlanMismatch, WeightPlan
 from kvtier.weights.plan_cache import PlanCache
-from kvtier.weights.reader import Sums, WeightReader
+from kvtier.weights.reader import Sums, WeightReader, unchanged
 from kvtier.weights.shards import shard_plan
 
 log = logging.getLogger("kvtier")
@@ -67,6 +68,7 @@ class KvtierModelLoader(DefaultModelLoader):
         self._files: list[Path] | None = None  # while they are collected
         self._trace: LoadTrace | None = None  # while loaders are recorded
         self._why, self._key = "", ""
+        self._damage: WeightsDamaged | None = None  # met while loaders were recorded
         self._bar: Any = None  # while bytes of the plan land
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
@@ -78,21 +80,25 @@ class KvtierModelLoader(DefaultModelLoader):
         start_s = time.perf_counter()
         folder = Path(model_config.model)
         shards = read_shard_manifest(folder) if folder.is_dir() else None
-        with WeightReader(progress=self._show) as reader:
+        with ExitStack() as stack:
+            reader = stack.enter_context(WeightReader(progress=self._show))
             if (first := next(model.parameters(), None)) is not None:
                 reader.prepare(first.device)  # buffers are pinned while the load is planned
-            plan, origin = self._planned(model, model_config, reader) if shards is None else (None, "of shards")
+            plan: WeightPlan | None
+            targets: list[torch.Tensor] | None
             if shards is not None:
-                plan = shards_of_rank(folder, shards, model)
+                plan, origin, targets = shards_of_rank(folder, shards, model), "of shards", None
+            else:
+                plan, origin, targets = self._planned(model, model_config, reader, stack)
             if plan is None:
                 log.info("weights are loaded by vLLM's own loader: %s", self._why)
                 super().load_weights(model, model_config)
                 return
             planned_s = time.perf_counter()
             expected = of_files(plan.files)
-            self._fill(plan, plan.bind(everything(model)), reader, expected)
+            self._fill(plan, plan.bind(everything(model)) if targets is None else targets, reader, expected)
         end_s = time.perf_counter()
-        if self._cache and origin == TRACED and plan.is_replayable:
+        if self._cache and self._key and origin == TRACED and plan.is_replayable:
             self._cache.put(self._key, plan)
         n_bytes = plan.n_bytes + plan.materialized_bytes
         log.info(
@@ -100,7 +106,7 @@ class KvtierModelLoader(DefaultModelLoader):
             end_s - start_s,
             size(n_bytes),
             n_bytes / (end_s - start_s) / 1e9,
-            "verified" if expected else "no checksums to verify",
+            _verified(len(expected), len(plan.files)),
             origin,
             planned_s - start_s,
             size(plan.materialized_bytes),
@@ -129,9 +135,13 @@ class KvtierModelLoader(DefaultModelLoader):
             raise ConfigError("model", model_config.model, fix)
         return super().get_all_weights(model_config, model)  # type: ignore[no-any-return]
 
-    def record(self, model: torch.nn.Module, model_config: Any, reader: WeightReader) -> WeightPlan | None:
-        """Return a new plan of the model's load; None where its loaders cannot be followed, which `why` explains."""
-        return self._planned(model, model_config, reader, use_cache=False)[0]
+    def record(
+        self, model: torch.nn.Module, model_config: Any, reader: WeightReader
+    ) -> tuple[WeightPlan, list[torch.Tensor]] | None:
+        """Return a new plan of the load, and its targets; None where its loaders cannot be followed: see `why`."""
+        with ExitStack() as stack:
+            plan, _, targets = self._planned(model, model_config, reader, stack, use_cache=False)
+        return None if plan is None or targets is None else (plan, targets)
 
     @property
     def why(self) -> str:
@@ -139,24 +149,36 @@ class KvtierModelLoader(DefaultModelLoader):
         return self._why
 
     def _planned(
-        self, model: torch.nn.Module, model_config: Any, reader: WeightReader, use_cache: bool = True
-    ) -> tuple[WeightPlan | None, str]:
-        """Return a plan and its origin. Without a plan, the reason is set."""
-        self._why = reason_for_tensors(model, model_config)
+        self, model: torch.nn.Module, model_config: Any, reader: WeightReader, stack: ExitStack, use_cache: bool = True
+    ) -> tuple[WeightPlan | None, str, list[torch.Tensor] | None]:
+        """Return a plan, its origin, and its targets if they are known. Without a plan, the reason is set.
+
+        stack: checks at its end that the files are those that the plan was made of.
+        """
+        self._why, self._key, self._damage = reason_for_tensors(model, model_config), "", None
         files = [] if self._why else self._collect(model, model_config)
         if self._why:
-            return None, ""
-        cache = self._cache if use_cache else None
-        if cache is not None:
-            self._key = key_of(model, model_config, files)
-            stored = cache.get(self._key, files)
+            return None, "", None
+        stack.enter_context(unchanged(files))
+        if use_cache and self._cache is not None and self._find_key(model, model_config, files):
+            stored = self._cache.get(self._key, files)
             if stored is not None and _fits(stored, model):
-                return stored, "from the cache"
-        trace = LoadTrace({file: read_header(file) for file in files}, everything(model), reader)
+                return stored, "from the cache", None
+        headers = {file: read_header(file) for file in files}
+        trace = LoadTrace(headers, everything(model), reader, of_files(files))
         plan = self._record(model, model_config, trace)
+        if self._damage is not None:
+            raise self._damage
         if plan is None:
             self._why = self._why or "its loaders cannot be recorded"
-        return plan, TRACED
+        # Not found by name: a loader may have replaced or removed parameters.
+        return plan, TRACED, trace.tensors
+
+    @contains_faults("naming the plan of the load", default=False)
+    def _find_key(self, model: torch.nn.Module, model_config: Any, files: list[Path]) -> bool:
+        """Set the name under which the plan is stored. Without one it is not."""
+        self._key = key_of(model, model_config, files)
+        return True
 
     def _collect(self, model: torch.nn.Module, model_config: Any) -> list[Path]:
         """Return the checkpoint's files in the order in which vLLM reads them."""
@@ -181,6 +203,9 @@ class KvtierModelLoader(DefaultModelLoader):
             plan = trace.plan()
         except TraceRefused as fault:
             self._why = str(fault)
+            return None
+        except WeightsDamaged as fault:  # vLLM's own loader would serve them
+            self._damage = fault
             return None
         finally:
             self._trace = None
@@ -242,14 +267,26 @@ def reason_for_tensors(model: torch.nn.Module, model_config: Any) -> str:
         return f"{quantization} computes with them"
     if any(getattr(getattr(module, "quant_method", None), "uses_meta_device", False) for module in model.modules()):
         return "it is quantized while it is loaded"
-    if any(tensor.is_meta for tensor in model.parameters()):
+    if any(tensor.is_meta for _, tensor in everything(model)):
         return "some of its parameters have no memory yet"
+    if any(getattr(tensor, "_vllm_is_uva_offloaded", False) for tensor in model.parameters()):
+        return "some of its parameters are in host memory"
     return ""
 
 
+def _verified(n_listed: int, n_files: int) -> str:
+    """Return how much was compared with checksums."""
+    if n_listed == n_files:
+        return "verified"
+    return f"{n_listed} of {n_files} files verified" if n_listed else "no checksums to verify"
+
+
 def _fits(plan: WeightPlan, model: torch.nn.Module) -> bool:
+    """Return whether the plan has all of the model's tensors, laid out as they are."""
     try:
         plan.bind(everything(model))
+        if missing := set(distinct(everything(model))[0]) - {target.name for target in plan.targets}:
+            raise PlanMismatch(f"it does not load {min(missing)}")
     except PlanMismatch as fault:
         log.warning("the stored plan is not used: %s", fault)
         return False

@@ -11,7 +11,7 @@ from typing import Any
 from vllm.config import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from kvtier.connectors.vllm.weights_loader import KvtierModelLoader, everything, reason_for_tensors, release, state_of
+from kvtier.connectors.vllm.weights_loader import KvtierModelLoader, reason_for_tensors, release, state_of
 from kvtier.connectors.vllm.weights_ranks import as_rank, build_model, engine_config
 from kvtier.errors import ConfigError
 from kvtier.model.shard_manifest import ShardManifest, read_shard_manifest
@@ -47,9 +47,10 @@ def plans(folder: Path, tensor_size: int, dtype: str = AUTO) -> Iterator[RankPla
     for rank in range(tensor_size):
         with as_rank(config, rank), WeightReader() as reader:
             model, loader = build_model(config), _loader()
-            plan = loader.record(model, config.model_config, reader)
-        if plan is None:
+            recorded = loader.record(model, config.model_config, reader)
+        if recorded is None:
             raise ConfigError("model", str(folder), f"it is not loaded by a plan: {loader.why}")
+        plan, _ = recorded
         table = plan.copies.T
         spans = (table[ROWS] - 1) * table[SOURCE_PITCH] + table[ROW_BYTES]
         yield RankPlan(
@@ -96,13 +97,13 @@ def shard(
 
 def _rank_state(rank: int, config: Any, reader: WeightReader) -> RankState:
     model, loader = build_model(config), _loader()
-    plan = loader.record(model, config.model_config, reader)
-    if plan is None:
+    recorded = loader.record(model, config.model_config, reader)
+    if recorded is None:
         if reason_for_tensors(model, config.model_config):
             raise ConfigError("model", config.model_config.model, f"it cannot be sharded: {loader.why}")
         DefaultModelLoader(LoadConfig(use_tqdm_on_load=False)).load_weights(model, config.model_config)
-        plan = WeightPlan.empty()
-    return RankState(rank, state_of(model), plan, plan.bind(everything(model)))
+        recorded = WeightPlan.empty(), []
+    return RankState(rank, state_of(model), *recorded)
 
 
 def _config(folder: Path, tensor_size: int, dtype: str) -> Any:

@@ -14,7 +14,7 @@ What cannot be followed raises TraceRefused: the caller then loads with real ten
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -42,7 +42,7 @@ from kvtier.weights.plan import (
     read_view,
     tensor_at,
 )
-from kvtier.weights.reader import WeightReader
+from kvtier.weights.reader import Sums, WeightReader
 from kvtier.weights.strided import copies_between, overlapping
 
 COPY = torch.ops.aten.copy_.default
@@ -77,17 +77,22 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Recorder of the operations under it. Only of its own thread."""
 
     def __init__(
-        self, headers: dict[Path, Header], tensors: Iterable[tuple[str, torch.Tensor]], reader: WeightReader
+        self,
+        headers: dict[Path, Header],
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        reader: WeightReader,
+        expected: Mapping[Path, Sums] | None = None,
     ) -> None:
+        """expected: checksums that what is read at once must have, as WeightReader.read takes them."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._headers, self._files, self._reader = headers, tuple(headers), reader
+        self._headers, self._files, self._reader, self._expected = headers, tuple(headers), reader, expected
         self._sources: dict[int, _Source] = {}
         # Made now: under the mode itself that would be an operation like others.
         self._lazy = {
             path: {name: self._make_lazy(file, entry) for name, entry in header.tensors.items()}
             for file, (path, header) in enumerate(headers.items())
         }
-        self._names, self._targets = _distinct(tensors)
+        self._names, self._targets = distinct(tensors)
         self._numbers = {target.storage._cdata: number for number, target in enumerate(self._targets)}
         self._plan_fills: list[Fill] = []
         self._materialized_bytes, self._is_replayable = 0, True
@@ -231,13 +236,16 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Do what was recorded for a parameter, in its order: an operation is about to use or change it."""
         self._is_replayable = False
         entries, target.pending = target.pending, {}
+        # Fills of it have run, and are not to be repeated over what follows.
+        number = self._numbers[target.storage._cdata]
+        self._plan_fills = [fill for fill in self._plan_fills if fill.target.number != number]
         for entry in entries.values():
             if isinstance(entry, Conversion):
-                convert(self._reader, self._files, entry, target.tensor)
+                convert(self._reader, self._files, entry, target.tensor, self._expected)
                 self._materialized_bytes += bytes_of(target.tensor)
             elif entry:
                 moved = [_aimed(copy) for copy in entry]
-                report = self._reader.read([self._files[entry[0].file]], moved, [target.tensor])
+                report = self._reader.read([self._files[entry[0].file]], moved, [target.tensor], self._expected)
                 self._materialized_bytes += report.bytes_landed
 
     def _make_real(self, func: Any, args: Any) -> None:
@@ -256,12 +264,12 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _read(self, view: Elements) -> torch.Tensor:
         self._is_replayable = False
-        found = read_view(self._reader, self._files[view.number], view)
+        found = read_view(self._reader, self._files[view.number], view, self._expected)
         self._materialized_bytes += found.numel() * found.element_size()
         return found
 
 
-def _distinct(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], list[_Written]]:
+def distinct(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], list[_Written]]:
     """Return one tensor for each storage, with its name: the longest, and of equal ones the first by name."""
     chosen: dict[int, tuple[int, str, torch.Tensor]] = {}
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):

@@ -107,25 +107,33 @@ class WeightPlan:
             _part_of(tensors[fill.target.number], fill.target).fill_(fill.value)
         reader.read(self.files, self.copies, tensors, expected)
         for conversion in self.conversions:
-            convert(reader, self.files, conversion, tensors[conversion.target.number])
+            convert(reader, self.files, conversion, tensors[conversion.target.number], expected)
 
 
-def convert(reader: WeightReader, files: Sequence[Path], conversion: Conversion, target: torch.Tensor) -> None:
-    """Read the source on the host and assign it to its part of the target."""
+def convert(
+    reader: WeightReader,
+    files: Sequence[Path],
+    conversion: Conversion,
+    target: torch.Tensor,
+    expected: Mapping[Path, Sums] | None = None,
+) -> None:
+    """Read the source on the host and assign it to its part of the target. expected: as WeightReader.read."""
     source = conversion.source
-    _part_of(target, conversion.target).copy_(read_view(reader, files[source.number], source))
+    _part_of(target, conversion.target).copy_(read_view(reader, files[source.number], source, expected))
 
 
 def _part_of(target: torch.Tensor, view: Elements) -> torch.Tensor:
     return tensor_at(target, first_byte(target) + view.offset, view)
 
 
-def read_view(reader: WeightReader, path: Path, view: Elements) -> torch.Tensor:
+def read_view(
+    reader: WeightReader, path: Path, view: Elements, expected: Mapping[Path, Sums] | None = None
+) -> torch.Tensor:
     """Read the elements of a file that a view covers, and those between them, into a new tensor on the host."""
     n_bytes = _source_bytes(view)
-    raw = torch.empty(n_bytes, dtype=torch.uint8)
+    raw = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")  # vLLM loads weights under a default of its own
     if n_bytes:
-        reader.read([path], pack([contiguous(0, view.offset, n_bytes, 0)]), [raw])
+        reader.read([path], pack([contiguous(0, view.offset, n_bytes, 0)]), [raw], expected)
     return tensor_at(raw, 0, view)
 
 

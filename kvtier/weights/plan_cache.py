@@ -29,7 +29,7 @@ from kvtier.weights.plan import Conversion, Elements, Fill, Parameter, WeightPla
 
 log = logging.getLogger("kvtier")
 
-MAGIC = b"KVTWPLN1"  # its number grows when plans of an earlier kvtier must not be used any more
+MAGIC = b"KVTWPLN2"  # its number grows when plans of an earlier kvtier must not be used any more
 NONE = pack_copies([])
 PLAN_BYTES_MAX = 1 << 30  # longest plan file that is read, bytes
 

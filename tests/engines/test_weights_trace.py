@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from safetensors.torch import save_file
 
 pytest.importorskip("vllm")
 
+from kvtier.connectors.vllm.weights_loader import _fits
 from kvtier.connectors.vllm.weights_trace import LoadTrace, TraceRefused
+from kvtier.errors import WeightsDamaged
 from kvtier.model.safetensors import read_header
 from kvtier.weights.plan import WeightPlan
 from kvtier.weights.reader import WeightReader
@@ -130,6 +133,14 @@ def changes_what_was_recorded(p: dict[str, torch.Tensor], c: dict[str, torch.Ten
     p["a"][3].copy_(c["w"][0])
 
 
+def fills_before_it_computes(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
+    p["f"].fill_(7.0)
+    p["f"][0].copy_(c["f32"][1])
+    p["f"].mul_(2.0)
+    p["s"].zero_()
+    p["s"][0].copy_(c["scale"] + 1)
+
+
 def makes_tensors_like_it(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
     buffer = torch.empty(c["w"].shape, dtype=c["w"].dtype, device=c["w"].device)
     buffer.copy_(c["w"])
@@ -142,12 +153,36 @@ def reads_another_parameter(p: dict[str, torch.Tensor], c: dict[str, torch.Tenso
 
 
 COMPUTE = [reads_back, changes_the_source, computes, changes_what_was_recorded, makes_tensors_like_it]
+COMPUTE += [fills_before_it_computes]
 
 
 @pytest.mark.parametrize("load", [*COMPUTE, reads_another_parameter])
 def test_loaders_that_compute_have_real_values(load: Loaded, checkpoint: Path) -> None:
     plan, _ = recorded(checkpoint, load)
     assert not plan.is_replayable and plan.materialized_bytes > 0
+
+
+@pytest.mark.parametrize("load", [casts, reads_back, computes])
+def test_what_is_read_on_the_host_is_compared_too(load: Loaded, checkpoint: Path) -> None:
+    found = parameters()
+    with WeightReader() as reader:
+        damaged = {path: sums + 1 for path, sums in reader.sums([checkpoint]).items()}
+        with pytest.raises(WeightsDamaged):
+            with LoadTrace({checkpoint: read_header(checkpoint)}, found.items(), reader, damaged) as trace:
+                load(found, dict(trace.checkpoint(checkpoint)))
+            only_converted = dataclasses.replace(trace.plan(), copies=WeightPlan.empty().copies)
+            only_converted.load(reader, trace.tensors, damaged)
+
+
+def test_a_stored_plan_of_a_smaller_model_is_not_used(checkpoint: Path) -> None:
+    """As of a model whose vision tower was left out: what the plan does not name would stay empty."""
+    plan, found = recorded(checkpoint, slices)
+    model = torch.nn.Module()
+    for name, tensor in found.items():
+        model.register_buffer(name, tensor)
+    assert _fits(plan, model)
+    model.register_buffer("tower", torch.ones(3))
+    assert not _fits(plan, model)
 
 
 def test_a_list_of_all_tensors_costs_nothing(checkpoint: Path) -> None:

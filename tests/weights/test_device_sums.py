@@ -130,21 +130,6 @@ def test_a_flipped_byte_is_named(file: Path, offset: int, names: set[str] | None
     assert names is None or set(caught.value.tensors) == names
 
 
-def test_a_byte_that_changes_after_it_was_read_is_found(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU's sums cannot see it: it is the device's memory that is summed."""
-    targets, read = tensors(), HostCopies.read
-
-    def damaging(*rest: Any, **more: Any) -> Any:
-        result = read(*rest, **more)
-        targets[0][2 * BLOCK] ^= 1
-        return result
-
-    expected = Reader().sums([file])
-    monkeypatch.setattr(HostCopies, "read", damaging)
-    with pytest.raises(WeightsDamaged):
-        Reader().read([file], whole_copies(), targets, expected)
-
-
 def test_blocks_are_summed_as_they_land(file: Path) -> None:
     """Files without checksums do not count."""
     sound = Reader().sums([file])[file]

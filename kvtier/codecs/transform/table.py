@@ -32,6 +32,7 @@ from blake3 import blake3
 from kvtier.errors import ConfigError, Corrupt
 from kvtier.format.geometry import Extent, Geometry
 from kvtier.model.safetensors import header_size, parse_header
+from kvtier.storage.atomic_files import replace_small
 
 KEY = "codec_table"
 FORMAT = "kvtier transform table 1"
@@ -125,7 +126,7 @@ def write_table(path: Path, tensors: Mapping[str, torch.Tensor], model: str, wei
 
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     data = save(whole, metadata={"format": FORMAT, "model": model, "weights": weights})
-    path.write_bytes(data)
+    replace_small(path, data)  # two calibrations to one path must not mix
 
 
 def _check(table: TransformTable, bits: int) -> None:
