@@ -71,7 +71,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
             [handle, c.POINTER(c.c_uint32), c.POINTER(c.c_uint64), c.c_char_p, c.c_size_t],
         ),
         ("kvtier_range_free", None, [handle]),
-        ("kvtier_resident_bytes", c.c_int64, [c.c_int]),
+        ("kvtier_resident_bytes", c.c_int64, [c.c_int, c.c_uint64, c.c_uint64]),
         ("kvtier_cuda_load", None, [c.c_char_p]),
         ("kvtier_cuda_version", c.c_int, [c.POINTER(c.c_int), c.c_char_p, c.c_size_t]),
         ("kvtier_cuda_relax_thread", c.c_int, [c.c_char_p, c.c_size_t]),

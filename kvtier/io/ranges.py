@@ -33,6 +33,7 @@ FILE = np.dtype([("fd", "<i8"), ("size", "<i8"), ("sums", "<u8"), ("not_summed",
 TARGET = np.dtype([("address", "<u8"), ("on_device", "<u8")])  # bytes of address 0 are read and dropped
 COPY_FIELDS = 8
 
+SAMPLES, SAMPLE_BYTES = 64, 1 << 20  # of a file, to estimate how much of it is in the page cache
 _OPTIONS = struct.Struct("=IIQQiI")
 _WAIT_NS = 50_000_000  # between calls of `progress`, nanoseconds
 
@@ -181,9 +182,16 @@ class RangeReader:
 
 
 def resident_share(fd: int, file_bytes: int) -> float | None:
-    """Return the share of a file that is in the page cache, or None where the kernel (before 6.5) does not say."""
-    resident = quick.kvtier_resident_bytes(fd)
-    return None if resident < 0 else min(1.0, resident / max(1, file_bytes))
+    """Return the share of a file that is in the page cache, or None where the kernel (before 6.5) does not say.
+
+    Of long files by SAMPLES ranges: the kernel looks at each page, 35 ms for 4 GiB in pages of 4 KiB.
+    """
+    step = max(SAMPLE_BYTES, file_bytes // SAMPLES // SAMPLE_BYTES * SAMPLE_BYTES)
+    places = [(at, min(SAMPLE_BYTES, file_bytes - at)) for at in range(0, file_bytes, step)]
+    resident = [int(quick.kvtier_resident_bytes(fd, *place)) for place in places]
+    if min(resident, default=0) < 0:
+        return None
+    return min(1.0, sum(resident) / max(1, sum(n_bytes for _, n_bytes in places)))
 
 
 def _progress(job: ctypes.c_void_p) -> RangeProgress:

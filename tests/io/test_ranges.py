@@ -303,6 +303,17 @@ def test_share_of_a_file_in_the_page_cache(folder: Path) -> None:
         assert resident_share(file.fileno(), len(content)) in (1.0, None)
 
 
+def test_share_of_a_long_file_is_estimated(tmp_path: Path) -> None:
+    path = tmp_path / "long"
+    with path.open("wb") as file:
+        file.truncate(200 << 20)
+    with path.open("rb") as file:
+        if resident_share(file.fileno(), 200 << 20) != 0.0:
+            pytest.skip("the kernel does not say what is in the page cache, or keeps files in memory")
+        file.read(100 << 20)
+        assert resident_share(file.fileno(), 200 << 20) == pytest.approx(0.5, abs=0.1)
+
+
 def test_bytes_of_a_read_that_hung_are_dropped(folder: Path) -> None:
     """A read of the kernel's log blocks until something is logged. Until then, the next read takes other slots."""
     try:

@@ -118,4 +118,6 @@ EXPORT int kvtier_range_failure(kvtier_range_job* job, uint32_t* file, uint64_t*
 EXPORT void kvtier_range_free(kvtier_range_job* job) { delete job; }
 
 // Bytes of a file in the page cache; -1: the kernel (before 6.5) or the file system does not say.
-EXPORT int64_t kvtier_resident_bytes(int fd) { return kvtier::resident_bytes(fd); }
+EXPORT int64_t kvtier_resident_bytes(int fd, uint64_t offset, uint64_t length) {
+  return kvtier::resident_bytes(fd, offset, length);
+}

@@ -40,15 +40,15 @@ ReadResult read_at_least(int fd, uint8_t* target, size_t needed, size_t bytes, i
   return {0, reached};
 }
 
-int64_t resident_bytes(int fd) {
+int64_t resident_bytes(int fd, uint64_t offset, uint64_t length) {
   struct {
     uint64_t offset, length;
-  } whole{};
+  } range{offset, length};
   struct {
     uint64_t cached, dirty, writeback, evicted, recently_evicted;
   } pages{};
   constexpr long kCachestat = 451;  // on all architectures; headers may be older
-  if (syscall(kCachestat, fd, &whole, &pages, 0) != 0) return -1;
+  if (syscall(kCachestat, fd, &range, &pages, 0) != 0) return -1;
   return static_cast<int64_t>(pages.cached) * sysconf(_SC_PAGESIZE);
 }
 

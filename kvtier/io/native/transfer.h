@@ -19,8 +19,8 @@ struct ReadResult {
 // Reads `needed` bytes or more, up to `bytes`: a direct read asks for whole pages also where the file ends in one.
 ReadResult read_at_least(int fd, uint8_t* target, size_t needed, size_t bytes, int64_t offset);
 
-// Bytes of a file in the page cache (cachestat, Linux 6.5), or -1 if that cannot be found out.
-int64_t resident_bytes(int fd);
+// Bytes of a range of a file in the page cache (cachestat, Linux 6.5), or -1 if that cannot be found out.
+int64_t resident_bytes(int fd, uint64_t offset, uint64_t length);
 
 // Calls preadv once and returns the number of bytes read, also 0 after an error.
 int64_t read_once(int fd, const iovec* parts, size_t n_parts, int64_t offset);
