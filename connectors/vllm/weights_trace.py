@@ -35,14 +35,12 @@ from kvtier.weights.plan import (
     Parameter,
     WeightPlan,
     byte_strides,
-    bytes_of,
     convert,
-    dtype_name,
     first_byte,
-    read_view,
+    read_views,
     tensor_at,
 )
-from kvtier.weights.reader import Sums, WeightReader
+from kvtier.weights.reader import Sums, WeightReader, extent
 from kvtier.weights.strided import copies_between, overlapping
 
 COPY = torch.ops.aten.copy_.default
@@ -190,7 +188,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         target = self._targets[number]
         begin = first_byte(there) - target.first_byte
-        if begin < 0 or begin + bytes_of(there) > bytes_of(target.tensor):
+        if begin < 0 or begin + extent(there) > extent(target.tensor):
             self._perform(target)
             there.copy_(self._value(here, source))
             return
@@ -204,7 +202,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             one, other = (source.file, at, byte_strides(here)), (number, begin, byte_strides(there))
             entry = copies_between(here.shape, one, other, here.element_size())
         if entry is None:
-            entry = Conversion(_view(source.file, at, here), _view(number, begin, there))
+            entry = Conversion(Elements.of(source.file, at, here), Elements.of(number, begin, there))
         key = (begin, tuple(there.shape), there.stride(), there.element_size())
         target.pending.pop(key, None)  # loaded twice: the later one counts
         target.pending[key] = entry
@@ -218,8 +216,8 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return there.numel() == 0
         target = self._targets[number]
         begin = first_byte(there) - target.first_byte
-        part = Elements(number, begin, tuple(there.shape), tuple(there.stride()), dtype_name(there.dtype))
-        if begin < 0 or begin + bytes_of(there) > bytes_of(target.tensor):
+        part = Elements.of(number, begin, there)
+        if begin < 0 or begin + extent(there) > extent(target.tensor):
             return False
         if overlapping([*_parts(target), _range_of(part)]):
             return False
@@ -241,8 +239,8 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._plan_fills = [fill for fill in self._plan_fills if fill.target.number != number]
         for entry in entries.values():
             if isinstance(entry, Conversion):
-                convert(self._reader, self._files, entry, target.tensor, self._expected)
-                self._materialized_bytes += bytes_of(target.tensor)
+                convert(self._reader, self._files, [entry], self.tensors, self._expected)
+                self._materialized_bytes += extent(target.tensor)
             elif entry:
                 moved = [_aimed(copy) for copy in entry]
                 report = self._reader.read([self._files[entry[0].file]], moved, [target.tensor], self._expected)
@@ -253,18 +251,18 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for argument, value in zip(func._schema.arguments, args, strict=False):
             source = self._source_of(value)
             if source is not None and source.real is None and argument.alias_info and argument.alias_info.is_write:
-                whole = _view(source.file, source.offset, source.lazy)
+                whole = Elements.of(source.file, source.offset, source.lazy)
                 source.real = self._read(whole)
 
     def _value(self, tensor: torch.Tensor, source: _Source) -> torch.Tensor:
         """Return the content of a lazy tensor, on the host."""
         if source.real is None:
-            return self._read(_view(source.file, source.offset + first_byte(tensor), tensor))
-        return tensor_at(source.real, first_byte(tensor), _view(0, 0, tensor))
+            return self._read(Elements.of(source.file, source.offset + first_byte(tensor), tensor))
+        return tensor_at(source.real, first_byte(tensor), Elements.of(0, 0, tensor))
 
     def _read(self, view: Elements) -> torch.Tensor:
         self._is_replayable = False
-        found = read_view(self._reader, self._files[view.number], view, self._expected)
+        (found,) = read_views(self._reader, self._files, [view], self._expected)
         self._materialized_bytes += found.numel() * found.element_size()
         return found
 
@@ -276,15 +274,11 @@ def distinct(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], li
         if tensor.is_meta:
             raise TraceRefused(f"parameter {name} has no memory yet")
         place = tensor.untyped_storage()._cdata
-        if place not in chosen or bytes_of(tensor) > chosen[place][0]:
-            chosen[place] = (bytes_of(tensor), name, tensor)
+        if place not in chosen or extent(tensor) > chosen[place][0]:
+            chosen[place] = (extent(tensor), name, tensor)
     found = sorted((name, tensor) for _, name, tensor in chosen.values())
     names = [name for name, _ in found]
     return names, [_Written(t.data, t.untyped_storage(), first_byte(t)) for _, t in found]
-
-
-def _view(number: int, offset: int, tensor: torch.Tensor) -> Elements:
-    return Elements(number, offset, tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor.dtype))
 
 
 def _aimed(copy: Copy) -> Copy:

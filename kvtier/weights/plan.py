@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ import torch
 
 from kvtier.errors import KVTierError
 from kvtier.weights.copies import ROW_BYTES, ROWS, Table, contiguous, pack
-from kvtier.weights.reader import Sums, WeightReader, extent
+from kvtier.weights.reader import Sums, WeightReader
+
+CONVERTED_BYTES = 1 << 28  # most bytes of files that are read together for conversions, unless one has more
 
 
 class PlanMismatch(KVTierError):
@@ -41,6 +43,19 @@ class Elements:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
+
+    @classmethod
+    def of(cls, number: int, offset: int, tensor: torch.Tensor) -> Elements:
+        return cls(number, offset, tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor.dtype))
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes from the first element to the end of the last."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        dtype: Any = getattr(torch, self.dtype)
+        return int((last + 1) * dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +98,7 @@ class WeightPlan:
     @property
     def n_bytes(self) -> int:
         """Return the bytes of checkpoint files that end in parameters."""
-        converted = sum(_source_bytes(conversion.source) for conversion in self.conversions)
+        converted = sum(conversion.source.n_bytes for conversion in self.conversions)
         return int((self.copies[:, ROWS] * self.copies[:, ROW_BYTES]).sum()) + converted
 
     def bind(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
@@ -106,35 +121,59 @@ class WeightPlan:
         for fill in self.fills:
             _part_of(tensors[fill.target.number], fill.target).fill_(fill.value)
         reader.read(self.files, self.copies, tensors, expected)
-        for conversion in self.conversions:
-            convert(reader, self.files, conversion, tensors[conversion.target.number], expected)
+        convert(reader, self.files, self.conversions, tensors, expected)
 
 
 def convert(
     reader: WeightReader,
     files: Sequence[Path],
-    conversion: Conversion,
-    target: torch.Tensor,
+    conversions: Iterable[Conversion],
+    tensors: Sequence[torch.Tensor],
     expected: Mapping[Path, Sums] | None = None,
 ) -> None:
-    """Read the source on the host and assign it to its part of the target. expected: as WeightReader.read."""
-    source = conversion.source
-    _part_of(target, conversion.target).copy_(read_view(reader, files[source.number], source, expected))
+    """Read sources on the host and assign them to their parts of the targets. expected: as WeightReader.read."""
+    for batch in _batches(conversions):
+        values = read_views(reader, files, [conversion.source for conversion in batch], expected)
+        for conversion, value in zip(batch, values, strict=True):
+            _part_of(tensors[conversion.target.number], conversion.target).copy_(value)
+
+
+def _batches(conversions: Iterable[Conversion]) -> Iterator[list[Conversion]]:
+    """Yield conversions that are read together: each read opens its files, which takes as long as reading 1 GiB."""
+    batch: list[Conversion] = []
+    n_bytes = 0
+    for conversion in conversions:
+        n_bytes += conversion.source.n_bytes
+        if batch and n_bytes > CONVERTED_BYTES:
+            yield batch
+            batch, n_bytes = [], conversion.source.n_bytes
+        batch.append(conversion)
+    if batch:
+        yield batch
 
 
 def _part_of(target: torch.Tensor, view: Elements) -> torch.Tensor:
     return tensor_at(target, first_byte(target) + view.offset, view)
 
 
-def read_view(
-    reader: WeightReader, path: Path, view: Elements, expected: Mapping[Path, Sums] | None = None
-) -> torch.Tensor:
-    """Read the elements of a file that a view covers, and those between them, into a new tensor on the host."""
-    n_bytes = _source_bytes(view)
-    raw = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")  # vLLM loads weights under a default of its own
-    if n_bytes:
-        reader.read([path], pack([contiguous(0, view.offset, n_bytes, 0)]), [raw], expected)
-    return tensor_at(raw, 0, view)
+def read_views(
+    reader: WeightReader,
+    files: Sequence[Path],
+    views: Sequence[Elements],
+    expected: Mapping[Path, Sums] | None = None,
+) -> list[torch.Tensor]:
+    """Read the elements of files that views cover, and those between them, into new tensors on the host."""
+    used = sorted({view.number for view in views if view.n_bytes})
+    # vLLM loads weights under a default device of its own.
+    raw = [torch.empty(view.n_bytes, dtype=torch.uint8, device="cpu") for view in views]
+    copies = [
+        contiguous(used.index(view.number), view.offset, view.n_bytes, number)
+        for number, view in enumerate(views)
+        if view.n_bytes
+    ]
+    if copies:
+        reader.read([files[number] for number in used], copies, raw, expected)
+    return [tensor_at(one, 0, view) for one, view in zip(raw, views, strict=True)]
 
 
 def tensor_at(owner: torch.Tensor, first_byte: int, view: Elements) -> torch.Tensor:
@@ -158,16 +197,3 @@ def dtype_name(dtype: torch.dtype) -> str:
 def byte_strides(tensor: torch.Tensor) -> list[int]:
     """Return the strides of a tensor in bytes."""
     return [stride * tensor.element_size() for stride in tensor.stride()]
-
-
-def _source_bytes(view: Elements) -> int:
-    if 0 in view.shape:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
-    dtype: Any = getattr(torch, view.dtype)
-    return int((last + 1) * dtype.itemsize)
-
-
-def bytes_of(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor from its first element to the end of its last."""
-    return extent(tensor)

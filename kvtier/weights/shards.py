@@ -154,18 +154,14 @@ def shard_plan(folder: Path, manifest: ShardManifest, rank: int, state: dict[str
             one, other = (file, entry.start, byte_strides(dense)), (numbers[name], 0, byte_strides(tensor))
             moved = copies_between(entry.shape, one, other, tensor.element_size())
             if moved is None:
-                source = _elements(file, entry.start, dense)
-                conversions.append(Conversion(source, _elements(numbers[name], 0, tensor)))
+                source = Elements.of(file, entry.start, dense)
+                conversions.append(Conversion(source, Elements.of(numbers[name], 0, tensor)))
             copies += moved or []
     if left:
         fix = f"no shard of rank {rank} has {min(left)}, which this engine wants; {_OTHER_SETTINGS}"
         raise ConfigError("model", str(folder), fix)
     targets = tuple(Parameter.of(name, state[name]) for name in names)
     return WeightPlan(files, targets, pack(copies), tuple(conversions))
-
-
-def _elements(number: int, offset: int, tensor: torch.Tensor) -> Elements:
-    return Elements(number, offset, tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor.dtype))
 
 
 def _parts(state: dict[str, torch.Tensor]) -> list[list[str]]:
@@ -218,9 +214,8 @@ def _fill(state: RankState, owners: set[int], reader: WeightReader) -> None:
     rows = state.plan.copies[np.isin(state.plan.copies[:, TARGET], list(owners))]
     if len(rows):
         reader.read(state.plan.files, rows, state.targets)
-    for conversion in state.plan.conversions:
-        if conversion.target.number in owners:
-            convert(reader, state.plan.files, conversion, state.targets[conversion.target.number])
+    conversions = (each for each in state.plan.conversions if each.target.number in owners)
+    convert(reader, state.plan.files, conversions, state.targets)
 
 
 def _is_beside_weights(name: str) -> bool:

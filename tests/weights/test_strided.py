@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.weights.copies import Copy, check, pack
-from kvtier.weights.plan import byte_strides, bytes_of, first_byte
+from kvtier.weights.plan import byte_strides, first_byte
+from kvtier.weights.reader import extent
 from kvtier.weights.strided import copies_between, overlapping
 
 
@@ -52,7 +53,7 @@ def test_the_copies_do_what_torch_does(source: torch.Tensor, order: list[int], p
     assert sum(copy.rows * copy.row_bytes for copy in copies) == source.numel() * source.element_size()
     file = torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage()).numpy()
     memory = torch.empty(0, dtype=torch.uint8).set_(wide.untyped_storage()).numpy()
-    check(pack(copies), 1, np.array([bytes_of(wide)]))
+    check(pack(copies), 1, np.array([extent(wide)]))
     for copy in copies:
         for row in range(copy.rows):
             here, there = copy.offset + row * copy.source_pitch, copy.target_offset + row * copy.target_pitch
