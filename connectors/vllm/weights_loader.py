@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import vllm
@@ -46,6 +46,15 @@ PLANS = Path(f"/var/tmp/kvtier-{os.getuid()}/plans")
 OF_VLLM = ("enable_weights_track",)  # keys of vLLM's default loader that mean something here
 TRACED = "traced"  # origin of a plan
 READ_AS_TENSORS = ("bitsandbytes", "gguf", "torchao")  # quantizations whose loaders need values
+
+
+class PlannedLoad(NamedTuple):
+    """A plan, the tensors of its targets, the checksums of its files that have some, and where the plan came from."""
+
+    plan: WeightPlan
+    targets: list[torch.Tensor]
+    expected: Mapping[Path, Sums]
+    origin: str
 
 
 class KvtierModelLoader(DefaultModelLoader):
@@ -84,21 +93,19 @@ class KvtierModelLoader(DefaultModelLoader):
             reader = stack.enter_context(WeightReader(progress=self._show))
             if (first := next(model.parameters(), None)) is not None:
                 reader.prepare(first.device)  # buffers are pinned while the load is planned
-            plan: WeightPlan | None
-            targets: list[torch.Tensor] | None
-            if shards is not None:
-                plan, origin, targets = shards_of_rank(folder, shards, model), "of shards", None
+            if shards is None:
+                planned = self._planned(model, model_config, reader, stack)
             else:
-                plan, origin, targets = self._planned(model, model_config, reader, stack)
-            if plan is None:
+                planned = shards_of_rank(folder, shards, model)
+            if planned is None:
                 log.info("weights are loaded by vLLM's own loader: %s", self._why)
                 super().load_weights(model, model_config)
                 return
             planned_s = time.perf_counter()
-            expected = of_files(plan.files)
-            self._fill(plan, plan.bind(everything(model)) if targets is None else targets, reader, expected)
+            self._fill(planned, reader)
         end_s = time.perf_counter()
-        if self._cache and self._key and origin == TRACED and plan.is_replayable:
+        plan = planned.plan
+        if self._cache and self._key and planned.origin == TRACED and plan.is_replayable:
             self._cache.put(self._key, plan)
         n_bytes = plan.n_bytes + plan.materialized_bytes
         log.info(
@@ -106,21 +113,20 @@ class KvtierModelLoader(DefaultModelLoader):
             end_s - start_s,
             size(n_bytes),
             n_bytes / (end_s - start_s) / 1e9,
-            _verified(len(expected), len(plan.files)),
-            origin,
+            _verified(len(planned.expected), len(plan.files)),
+            planned.origin,
             planned_s - start_s,
             size(plan.materialized_bytes),
         )
 
-    def _fill(
-        self, plan: WeightPlan, tensors: list[torch.Tensor], reader: WeightReader, expected: Mapping[Path, Sums]
-    ) -> None:
+    def _fill(self, planned: PlannedLoad, reader: WeightReader) -> None:
         """Carry the plan out, with vLLM's kind of progress bar on the first rank."""
+        plan = planned.plan
         is_hidden = not enable_tqdm(self.load_config.use_tqdm_on_load)
         with tqdm(
             total=plan.n_bytes, desc="Loading weights", unit="B", unit_scale=True, disable=is_hidden
         ) as self._bar:
-            plan.load(reader, tensors, expected)
+            plan.load(reader, planned.targets, planned.expected)
             self._bar.update(plan.n_bytes - self._bar.n)
         self._bar = None
 
@@ -135,13 +141,10 @@ class KvtierModelLoader(DefaultModelLoader):
             raise ConfigError("model", model_config.model, fix)
         return super().get_all_weights(model_config, model)  # type: ignore[no-any-return]
 
-    def record(
-        self, model: torch.nn.Module, model_config: Any, reader: WeightReader
-    ) -> tuple[WeightPlan, list[torch.Tensor]] | None:
-        """Return a new plan of the load, and its targets; None where its loaders cannot be followed: see `why`."""
+    def record(self, model: torch.nn.Module, model_config: Any, reader: WeightReader) -> PlannedLoad | None:
+        """Return a new plan of the load; None where its loaders cannot be followed, which `why` explains."""
         with ExitStack() as stack:
-            plan, _, targets = self._planned(model, model_config, reader, stack, use_cache=False)
-        return None if plan is None or targets is None else (plan, targets)
+            return self._planned(model, model_config, reader, stack, use_cache=False)
 
     @property
     def why(self) -> str:
@@ -150,29 +153,31 @@ class KvtierModelLoader(DefaultModelLoader):
 
     def _planned(
         self, model: torch.nn.Module, model_config: Any, reader: WeightReader, stack: ExitStack, use_cache: bool = True
-    ) -> tuple[WeightPlan | None, str, list[torch.Tensor] | None]:
-        """Return a plan, its origin, and its targets if they are known. Without a plan, the reason is set.
+    ) -> PlannedLoad | None:
+        """Return a plan, new or stored. None: there is none, and the reason is set.
 
         stack: checks at its end that the files are those that the plan was made of.
         """
         self._why, self._key, self._damage = reason_for_tensors(model, model_config), "", None
         files = [] if self._why else self._collect(model, model_config)
         if self._why:
-            return None, "", None
+            return None
         stack.enter_context(unchanged(files))
+        expected = of_files(files)
         if use_cache and self._cache is not None and self._find_key(model, model_config, files):
             stored = self._cache.get(self._key, files)
-            if stored is not None and _fits(stored, model):
-                return stored, "from the cache", None
-        headers = {file: read_header(file) for file in files}
-        trace = LoadTrace(headers, everything(model), reader, of_files(files))
+            targets = None if stored is None else _targets_of(stored, model)
+            if stored is not None and targets is not None:
+                return PlannedLoad(stored, targets, expected, "from the cache")
+        trace = LoadTrace({file: read_header(file) for file in files}, everything(model), reader, expected)
         plan = self._record(model, model_config, trace)
         if self._damage is not None:
             raise self._damage
         if plan is None:
             self._why = self._why or "its loaders cannot be recorded"
+            return None
         # Not found by name: a loader may have replaced or removed parameters.
-        return plan, TRACED, trace.tensors
+        return PlannedLoad(plan, trace.tensors, expected, TRACED)
 
     @contains_faults("naming the plan of the load", default=False)
     def _find_key(self, model: torch.nn.Module, model_config: Any, files: list[Path]) -> bool:
@@ -281,20 +286,20 @@ def _verified(n_listed: int, n_files: int) -> str:
     return f"{n_listed} of {n_files} files verified" if n_listed else "no checksums to verify"
 
 
-def _fits(plan: WeightPlan, model: torch.nn.Module) -> bool:
-    """Return whether the plan has all of the model's tensors, laid out as they are."""
+def _targets_of(plan: WeightPlan, model: torch.nn.Module) -> list[torch.Tensor] | None:
+    """Return the targets of a stored plan, if it has all of the model's tensors, laid out as they are."""
     try:
-        plan.bind(everything(model))
+        targets = plan.bind(everything(model))
         if missing := set(distinct(everything(model))[0]) - {target.name for target in plan.targets}:
             raise PlanMismatch(f"it does not load {min(missing)}")
     except PlanMismatch as fault:
         log.warning("the stored plan is not used: %s", fault)
-        return False
-    return True
+        return None
+    return targets
 
 
-def shards_of_rank(folder: Path, manifest: ShardManifest, model: torch.nn.Module) -> WeightPlan:
-    """Return the plan that loads this rank's shards. Raises ConfigError where they are of other settings, Corrupt."""
+def shards_of_rank(folder: Path, manifest: ShardManifest, model: torch.nn.Module) -> PlannedLoad:
+    """Return the load of this rank's shards. Raises ConfigError where they are of other settings, Corrupt."""
     group, stages = parallel_state.get_tp_group(), parallel_state.get_pp_group().world_size
     for key, made, here in (
         ("tensor_parallel_size", manifest.tensor_parallel_size, group.world_size),
@@ -304,7 +309,8 @@ def shards_of_rank(folder: Path, manifest: ShardManifest, model: torch.nn.Module
         if made != here:
             fix = f"{folder} has shards for {made}; make others with `kvtier weights shard`, or load the checkpoint"
             raise ConfigError(key, here, fix)
-    return shard_plan(folder, manifest, group.rank_in_group, state_of(model))
+    plan = shard_plan(folder, manifest, group.rank_in_group, state_of(model))
+    return PlannedLoad(plan, plan.bind(everything(model)), of_files(plan.files), "of shards")
 
 
 def release() -> str:

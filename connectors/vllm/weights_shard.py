@@ -47,10 +47,10 @@ def plans(folder: Path, tensor_size: int, dtype: str = AUTO) -> Iterator[RankPla
     for rank in range(tensor_size):
         with as_rank(config, rank), WeightReader() as reader:
             model, loader = build_model(config), _loader()
-            recorded = loader.record(model, config.model_config, reader)
-        if recorded is None:
+            planned = loader.record(model, config.model_config, reader)
+        if planned is None:
             raise ConfigError("model", str(folder), f"it is not loaded by a plan: {loader.why}")
-        plan, _ = recorded
+        plan = planned.plan
         table = plan.copies.T
         spans = (table[ROWS] - 1) * table[SOURCE_PITCH] + table[ROW_BYTES]
         yield RankPlan(
@@ -97,13 +97,13 @@ def shard(
 
 def _rank_state(rank: int, config: Any, reader: WeightReader) -> RankState:
     model, loader = build_model(config), _loader()
-    recorded = loader.record(model, config.model_config, reader)
-    if recorded is None:
-        if reason_for_tensors(model, config.model_config):
-            raise ConfigError("model", config.model_config.model, f"it cannot be sharded: {loader.why}")
-        DefaultModelLoader(LoadConfig(use_tqdm_on_load=False)).load_weights(model, config.model_config)
-        recorded = WeightPlan.empty(), []
-    return RankState(rank, state_of(model), *recorded)
+    planned = loader.record(model, config.model_config, reader)
+    if planned is not None:
+        return RankState(rank, state_of(model), planned.plan, planned.targets)
+    if reason_for_tensors(model, config.model_config):
+        raise ConfigError("model", config.model_config.model, f"it cannot be sharded: {loader.why}")
+    DefaultModelLoader(LoadConfig(use_tqdm_on_load=False)).load_weights(model, config.model_config)
+    return RankState(rank, state_of(model), WeightPlan.empty(), [])
 
 
 def _config(folder: Path, tensor_size: int, dtype: str) -> Any:

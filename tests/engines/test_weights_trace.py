@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 pytest.importorskip("vllm")
 
-from kvtier.connectors.vllm.weights_loader import _fits
+from kvtier.connectors.vllm.weights_loader import _targets_of
 from kvtier.connectors.vllm.weights_trace import LoadTrace, TraceRefused
 from kvtier.errors import WeightsDamaged
 from kvtier.model.safetensors import read_header
@@ -174,15 +174,25 @@ def test_what_is_read_on_the_host_is_compared_too(load: Loaded, checkpoint: Path
             only_converted.load(reader, trace.tensors, damaged)
 
 
+def test_what_is_converted_is_read_together(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, found = recorded(checkpoint, casts)
+    assert len(plan.conversions) == 2
+    reads, read = [], WeightReader.read
+    monkeypatch.setattr(WeightReader, "read", lambda *rest, **more: reads.append(1) or read(*rest, **more))
+    with WeightReader() as reader:
+        plan.load(reader, plan.bind(found.items()))
+    assert len(reads) == 2, "copies, and all that is converted"
+
+
 def test_a_stored_plan_of_a_smaller_model_is_not_used(checkpoint: Path) -> None:
     """As of a model whose vision tower was left out: what the plan does not name would stay empty."""
     plan, found = recorded(checkpoint, slices)
     model = torch.nn.Module()
     for name, tensor in found.items():
         model.register_buffer(name, tensor)
-    assert _fits(plan, model)
+    assert _targets_of(plan, model)
     model.register_buffer("tower", torch.ones(3))
-    assert not _fits(plan, model)
+    assert _targets_of(plan, model) is None
 
 
 def test_a_list_of_all_tensors_costs_nothing(checkpoint: Path) -> None:
