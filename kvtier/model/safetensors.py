@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, NoReturn
 from kvtier.errors import Corrupt
 from kvtier.runtime.garbage import paused_collection
 
+INDEX = "model.safetensors.index.json"  # says in which file of a checkpoint each tensor is
+NAME_BYTES_MAX = 255
 HEADER_BYTES_MAX = 100_000_000  # longest header that is read, bytes
 SIZE_MAX = 1 << 63  # file sizes are smaller, bytes
 DTYPE_BITS = {
@@ -104,6 +106,31 @@ def read_header(path: Path, *, is_whole: bool = True) -> Header:
             return parse_header(file.read(header_size(file.read(8), size)), size if is_whole else None)
         except Corrupt as error:
             raise Corrupt(f"{path} is not a whole safetensors file: {error}; get it again") from None
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """Return the index of a checkpoint, {} if it has none. Raises Corrupt for a malformed one."""
+    path = folder / INDEX
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+        if not isinstance(found.get("metadata", {}), dict) or not isinstance(found["weight_map"], dict):
+            raise ValueError("weight_map or metadata is no object")
+        if any(len(str(name).encode("utf-8", "replace")) > NAME_BYTES_MAX for name in found["weight_map"].values()):
+            raise ValueError("weight_map names a file that no system has")
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise Corrupt(f"it is not an index of safetensors files ({error})") from None
+    return dict(found)
+
+
+def checkpoint_files(folder: Path, index: dict[str, Any]) -> list[Path]:
+    """Return the safetensors files of a checkpoint: those of its index, if it has one, else all but `consolidated*`,
+    which hold the same weights once more. index: see `read_index`."""
+    if index:
+        return sorted({folder / str(name) for name in index["weight_map"].values()})
+    found = sorted(folder.glob("*.safetensors"))
+    return [path for path in found if not path.name.startswith("consolidated")] or found
 
 
 def _is_plain(text: str, table: object) -> bool:

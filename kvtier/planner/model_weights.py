@@ -4,18 +4,15 @@ count that config.json implies. Reads headers only.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvtier.errors import ConfigError, Corrupt
 from kvtier.model.config_json import ELEMENT_BYTES, KEY, ModelConfig
-from kvtier.model.safetensors import read_header
+from kvtier.model.safetensors import INDEX, checkpoint_files, read_header, read_index
 from kvtier.planner.model_parameters import end_parameters, total_parameters
 
-INDEX = "model.safetensors.index.json"
-NAME_BYTES_MAX = 255
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -28,8 +25,11 @@ class Weights(NamedTuple):
 
 def read_weights(folder: Path, model: ModelConfig) -> Weights:
     """Return the size of the weights. Raises ConfigError for damaged files, and for missing ones that are needed."""
-    index = _index(folder / INDEX)
-    files = _files(folder, index)
+    try:
+        index = read_index(folder)
+    except Corrupt as error:
+        raise ConfigError(KEY, str(folder / INDEX), f"{error}; get it again") from None
+    files = checkpoint_files(folder, index)
     if files and all(path.is_file() for path in files):
         n_bytes = sum(_tensor_bytes(path, model.layers) for path in files)
         return Weights(n_bytes, f"by the headers of {len(files)} safetensors files")
@@ -41,29 +41,6 @@ def read_weights(folder: Path, model: ModelConfig) -> Weights:
     n_bytes = ends * ELEMENT_BYTES[model.dtype] + (total_parameters(model) - ends) * bits // 8
     how = f"{bits} bits a parameter of its layers, scales not counted" if model.quantized else f"all {model.dtype}"
     return Weights(n_bytes, f"by the parameters that config.json implies, {how}: no safetensors files are there")
-
-
-def _index(path: Path) -> dict[str, Any]:
-    """Return the index of the weights, {} if there is none."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_bytes())
-        if not isinstance(found.get("metadata", {}), dict) or not isinstance(found["weight_map"], dict):
-            raise ValueError("weight_map or metadata is no object")
-        if any(len(str(name).encode("utf-8", "replace")) > NAME_BYTES_MAX for name in found["weight_map"].values()):
-            raise ValueError("weight_map names a file that no system has")
-    except (ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigError(KEY, str(path), f"it is not an index of safetensors files ({error}); get it again") from None
-    return dict(found)
-
-
-def _files(folder: Path, index: dict[str, Any]) -> list[Path]:
-    if index:
-        return sorted({folder / str(name) for name in index["weight_map"].values()})
-    found = sorted(folder.glob("*.safetensors"))
-    # Some folders hold the same weights a second time, under the names of another engine.
-    return [path for path in found if not path.name.startswith("consolidated")] or found
 
 
 def _tensor_bytes(path: Path, layers: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.errors import Corrupt, WeightsUnreadable
-from kvtier.model.safetensors import read_header
+from kvtier.model.safetensors import INDEX, checkpoint_files, read_header, read_index
 from kvtier.weights import manifest
 from kvtier.weights.manifest import MANIFEST
 from kvtier.weights.reader import Sums, WeightReader, damage
-
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +25,15 @@ class WeightFinding:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model: those of the index, if there is one, else all but `consolidated*`,
-    which hold the same weights once more.
+    """Return the safetensors files of a model.
 
     Raises WeightsUnreadable where a file of the index is missing, or there is none; Corrupt for a malformed index.
     """
     try:
-        content = json.loads((folder / INDEX).read_bytes())
-        names = {str(name) for name in content["weight_map"].values()}
-        if any(Path(name).name != name for name in names):
-            raise ValueError("it names a file in another folder")
-        files = sorted(folder / name for name in names)
-    except FileNotFoundError:
-        found = sorted(folder.glob("*.safetensors"))
-        files = [path for path in found if not path.name.startswith("consolidated")] or found
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        files = checkpoint_files(folder, read_index(folder))
+        if any(path.parent != folder for path in files):
+            raise Corrupt("it names a file in another folder")
+    except Corrupt as error:
         raise Corrupt(f"{folder / INDEX} is no index of safetensors files: {error}; get it again") from None
     for path in files:
         if not path.is_file():
