@@ -122,11 +122,18 @@ class VectorPages:
         return to_device(np.array(move.block_ids, dtype=np.int64), k.device)  # waits for no stream
 
 
-def check_vectors(codec: str, geometry: Geometry) -> None:
-    """Raises ConfigError unless the KV is vectors of plain numbers, a K and a V for each head. codec: as it is set."""
+def check_vectors(codec: str, geometry: Geometry, head_sizes: Sequence[int] = ()) -> None:
+    """Raises ConfigError unless the KV is vectors of plain numbers, a K and a V for each head. codec: as it is set.
+
+    head_sizes: of heads that the codec takes; empty: it takes all.
+    """
     if geometry.attention == "mla":
         fix = "a latent vector of MLA stands for K and V of all heads, and part of it holds positions: set it to raw"
         raise ConfigError("codec", codec, fix)
     if geometry.dtype not in DTYPES:
         fix = f"the engine's KV is {geometry.dtype}, which is encoded already: set it to raw, which moves KV as it is"
         raise ConfigError("codec", codec, f"{fix}, or the engine's kv_cache_dtype to auto")
+    for size in (geometry.k_head_size, geometry.v_head_size):
+        if head_sizes and size not in head_sizes:
+            fix = f"it takes heads of {', '.join(map(str, head_sizes))} elements, this model's have {size}"
+            raise ConfigError("codec", codec, f"{fix}: set it to int8 or raw")

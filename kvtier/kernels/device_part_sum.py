@@ -61,3 +61,29 @@ def sum_part(
         if page == last:
             summed += tl.where(last * PAIRS + place < end, _products(following, last, keys), nothing)
     return tl.reduce(summed, 0, add).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def answer_layer(
+    answers: tl.tensor,
+    slab: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    slab_bytes: tl.tensor,
+    seed: tl.tensor,
+    is_refused: tl.tensor,
+    PAIRS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+) -> None:
+    """Add a program's layer, bytes [first, end) of a slab, to the slab's checksum, and mark a refused chunk.
+
+    Grid: (heads, layers, moves). The rest behind the last layer, up to the slab's end, is summed with it. answers:
+    (moves, heads + 1) int64. seed: pointer to the slab's, int64. PAIRS, AT_ONCE: of `sum_part`.
+    """
+    if tl.program_id(1) == tl.num_programs(1) - 1:
+        end = slab_bytes.to(end.dtype)
+    head, n_heads = tl.program_id(0), tl.num_programs(0)
+    found = sum_part(slab, first // 8, end // 8, tl.load(seed).to(tl.uint64, bitcast=True), PAIRS, AT_ONCE)
+    answer = answers + tl.program_id(2) * (n_heads + 1)
+    tl.atomic_add(answer + head, found, sem="relaxed")
+    tl.atomic_or(answer + n_heads, is_refused.to(tl.int64), mask=is_refused, sem="relaxed")

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.standard import _elementwise_max, _elementwise_min
 
 from kvtier.codecs.int8.codec import CODE_MAX, CODE_UNIT, ELEMENT_MAX, RAW_TOKENS, SCALE_MIN
-from kvtier.kernels.device_part_sum import sum_part
+from kvtier.kernels.device_part_sum import answer_layer
 from kvtier.kernels.tiles import floats, load_words, plane_of_head, quotient, tile_columns, tile_words, words_of
 
 _CODE_MAX, _CODE_UNIT, _SCALE_MIN, _ELEMENT_MAX = (
@@ -230,13 +230,8 @@ def encode_chunks(
     top = tl.reduce(tl.maximum(k_tops, v_tops), 0, _elementwise_max).to(tl.float32, bitcast=True)
     is_refused = (top < _ELEMENT_MAX) == 0  # also where it is NaN
     tl.debug_barrier()
-    end = first + LAYER_BYTES
-    if tl.program_id(1) == tl.num_programs(1) - 1:
-        end = slab_bytes
-    seed = tl.load(move + 2 + N_BLOCKS + head).to(tl.uint64, bitcast=True)
-    answer = answers + tl.program_id(2) * (n_heads + 1)
-    tl.atomic_add(answer + head, sum_part(slab, first // 8, end // 8, seed, PAIRS, PAIRS), sem="relaxed")
-    tl.atomic_or(answer + n_heads, is_refused.to(tl.int64), mask=is_refused, sem="relaxed")
+    seed = move + 2 + N_BLOCKS + head
+    answer_layer(answers, slab, first, first + LAYER_BYTES, slab_bytes, seed, is_refused, PAIRS, PAIRS)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.language.standard import _elementwise_max
 
 from kvtier.codecs.transform.reference import GAIN_LEAST, GAIN_MIN, POWER_UNIT, Q_EXPONENT, RAW_TOKENS, U_MAX
-from kvtier.kernels.device_part_sum import sum_part
+from kvtier.kernels.device_part_sum import answer_layer
 from kvtier.kernels.tiles import quotient, square_root, total
 
 _GAIN_LEAST, _GAIN_MIN, _POWER_UNIT, _Q_EXPONENT, _U_MAX = (
@@ -370,12 +370,7 @@ def encode_chunks(
     is_refused = (bad_k | bad_v | (position != place * C.tokens).to(tl.int32)) != 0
     tl.debug_barrier()
     end = _layer_start(tables, page_layer, layer + 1, slab_start, K, V, C)
-    if tl.program_id(1) == tl.num_programs(1) - 1:
-        end = slab_bytes.to(end.dtype)
-    seed = tl.load(move + 2 + N_BLOCKS + head).to(tl.uint64, bitcast=True)
-    answer = answers + tl.program_id(2) * (n_heads + 1)
-    tl.atomic_add(answer + head, sum_part(slab, first // 8, end // 8, seed, PAIRS, PAIRS), sem="relaxed")
-    tl.atomic_or(answer + n_heads, is_refused.to(tl.int64), mask=is_refused, sem="relaxed")
+    answer_layer(answers, slab, first, end, slab_bytes, move + 2 + N_BLOCKS + head, is_refused, PAIRS, PAIRS)
 
 
 @triton.jit(

@@ -33,11 +33,7 @@ class Turboquant:
         self._movers = Movers()
 
     def check(self, geometry: Geometry) -> None:
-        check_vectors(self._preset, geometry)
-        for size in (geometry.k_head_size, geometry.v_head_size):
-            if size not in HEAD_SIZES:
-                fix = f"it takes heads of {', '.join(map(str, HEAD_SIZES))} elements, this model's have {size}"
-                raise ConfigError("codec", self._preset, f"{fix}: set it to int8 or raw")
+        check_vectors(self._preset, geometry, HEAD_SIZES)
 
     def layers_bytes(self, geometry: Geometry, layers: range) -> int:
         return self._format(geometry).n_bytes(layers)

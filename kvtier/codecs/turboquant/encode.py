@@ -24,7 +24,7 @@ from kvtier.codecs.turboquant.mean import take_mean, turned
 from kvtier.codecs.turboquant.pack import store_codes
 from kvtier.codecs.turboquant.warps import energies, hadamard16, rotated
 from kvtier.codecs.turboquant.whole import largest, matrices, power_below, value_of, whole_and_energy
-from kvtier.kernels.device_part_sum import sum_part
+from kvtier.kernels.device_part_sum import answer_layer
 from kvtier.kernels.tiles import (
     floats,
     in_order,
@@ -194,12 +194,6 @@ def encode_chunks(
         scales + C.tokens, mean, raw + _RAW_TOKENS * K.size // 2, V, C,
     )  # fmt: skip
     tl.debug_barrier()
-    end = first + LAYER_BYTES
-    if tl.program_id(1) == tl.num_programs(1) - 1:
-        end = slab_bytes
-    seed = tl.load(move + 2 + N_BLOCKS + head).to(tl.uint64, bitcast=True)
     AT_ONCE: tl.constexpr = PAIRS if C.warps >= 4 else 128 * C.warps
-    sum_of_layer = sum_part(slab, first // 8, end // 8, seed, PAIRS, AT_ONCE)
-    answer = answers + tl.program_id(2) * (n_heads + 1)
-    tl.atomic_add(answer + head, sum_of_layer, sem="relaxed")
-    tl.atomic_or(answer + n_heads, refused.to(tl.int64), mask=refused != 0, sem="relaxed")
+    seed = move + 2 + N_BLOCKS + head
+    answer_layer(answers, slab, first, first + LAYER_BYTES, slab_bytes, seed, refused != 0, PAIRS, AT_ONCE)
