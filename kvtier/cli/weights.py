@@ -11,14 +11,13 @@ import typer
 
 from kvtier.cli.app import weights
 from kvtier.cli.place import JsonOption
-from kvtier.cli.progress import progress
+from kvtier.cli.progress import byte_progress
 from kvtier.cli.tables import counted, percent, print_table
 from kvtier.cli.tables import seconds as duration
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 from kvtier.runtime.units import rate, size
 
 FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder with a model's safetensors files.")]
-BYTES = "bytes"
 
 
 @weights.command("verify", epilog=MEANINGS)
@@ -38,7 +37,7 @@ def verify_weights(
     started_s = time.perf_counter()
     findings: list[WeightFinding] = []
     total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    with progress("reading", BYTES) as show:
+    with byte_progress("reading") as show:
         if write:
             files = weight_files(folder)
             with WeightReader(progress=lambda landed: show(landed, total)) as reader:
@@ -69,7 +68,7 @@ def bench_weights(
     """
     from kvtier.weights.bench import measure  # torch, which takes seconds to import
 
-    with progress("reading", BYTES) as show:
+    with byte_progress("reading") as show:
         found = measure(folder, device, show)
     if as_json:
         print_json({"folder": str(folder), "device": device, **asdict(found), "share": found.share})
