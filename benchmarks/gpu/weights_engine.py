@@ -29,7 +29,7 @@ from benchmarks import report
 from benchmarks.gpu.models import DIMENSIONS, config_of, prompt
 from benchmarks.gpu.setup import GRAPHS, TINY_CHUNK, TINY_ENGINE, TINY_ENVIRONMENT, TINY_TIER
 from benchmarks.gpu.systems import environment_of, kvtier_transfer
-from benchmarks.gpu.weights_files import MODELS, WeightShapes, make
+from benchmarks.gpu.weights_files import MODELS, WeightShapes, make, parser
 from benchmarks.gpu.weights_rate import unpacked
 
 QUESTION = "how long an engine takes from its start to its first token"
@@ -180,19 +180,15 @@ def _equal(runs: list[dict[str, Any]]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--formats", default="auto,kvtier,fastsafetensors,instanttensor", help="separated by commas")
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/engine"))
-    parser.add_argument("--wheels", type=Path, help="folder of wheels to import loaders from")
-    parser.add_argument("--repetitions", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=32_768, help="of the prompt")
-    parser.add_argument("--logs", type=Path, default=Path("/tmp/bench/logs"))
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = parser("weights_engine", __doc__)
+    made.set_defaults(folder=Path("/dev/shm/engine"), repetitions=2)
+    made.add_argument("--formats", default="auto,kvtier,fastsafetensors,instanttensor", help="separated by commas")
+    made.add_argument("--wheels", type=Path, help="folder of wheels to import loaders from")
+    made.add_argument("--tokens", type=int, default=32_768, help="of the prompt")
+    made.add_argument("--logs", type=Path, default=Path("/tmp/bench/logs"))
+    options = made.parse_args()
     if options.child:
-        options.out.write_text(json.dumps(child(json.loads(options.child.read_text()))))
+        options.out.write_text(json.dumps(child(json.loads(Path(options.child).read_text()))))
         sys.stdout.flush()
         os._exit(0)
     options.logs.mkdir(parents=True, exist_ok=True)

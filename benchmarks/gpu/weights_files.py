@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -57,6 +58,27 @@ MODELS = {
     "moe": WeightShapes(5, 151_936, 2048, 768, 16, 32, 4, 128, True, False, 128),
     "tiny": WeightShapes(2, 512, 64, 96, 2, 4, 2, 16, True, False, 4),
 }
+
+
+def parser(module: str, about: str | None) -> argparse.ArgumentParser:
+    """Return the options that all scripts about weights share."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.gpu.{module}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    made.add_argument("--folder", type=Path, default=Path("/dev/shm/weights"), help="of the checkpoints")
+    made.add_argument("--repetitions", type=int, default=3)
+    made.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
+    made.add_argument("--child", help=argparse.SUPPRESS)
+    return made
+
+
+def add_models(made: argparse.ArgumentParser) -> None:
+    """Add the options of scripts that make several checkpoints."""
+    made.add_argument("--models", default="8b,0.6b,moe", help="separated by commas")
+    made.add_argument("--keep", action="store_true", help="keep the checkpoints for the next run")
 
 
 def tensors_of(model: WeightShapes) -> list[PlacedTensor]:

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import report
-from benchmarks.gpu.weights_files import MODELS, WeightShapes, make
+from benchmarks.gpu.weights_files import MODELS, WeightShapes, add_models, make, parser
 
 QUESTION = "how long vLLM's load formats take to fill the parameters"
 ARMS = ("auto", "kvtier", "kvtier-stored", "instanttensor", "fastsafetensors")
@@ -141,17 +141,11 @@ def run_all(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.weights_in_vllm", description=QUESTION)
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--models", default="8b,0.6b,moe", help="separated by commas")
-    parser.add_argument("--arms", default=",".join(ARMS), help="separated by commas")
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/weights"), help="of the checkpoints")
-    parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel size; the last rank is loaded")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--keep", action="store_true", help="keep the checkpoints for the next run")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = parser("weights_in_vllm", __doc__)
+    add_models(made)
+    made.add_argument("--arms", default=",".join(ARMS), help="separated by commas")
+    made.add_argument("--ranks", type=int, default=1, help="tensor-parallel size; the last rank is loaded")
+    options = made.parse_args()
     return child(options) if options.child else run_all(options)
 
 

@@ -34,7 +34,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.gpu.ceilings import copies as measure_copies
 from benchmarks.gpu.ceilings import read_rate
-from benchmarks.gpu.weights_files import MODELS, PlacedTensor, make, parameters_of, tensors_of
+from benchmarks.gpu.weights_files import MODELS, PlacedTensor, add_models, make, parameters_of, parser, tensors_of
 
 QUESTION = "how long weights take from files into GPU memory"
 LIMIT_S = 120  # of one process
@@ -299,18 +299,12 @@ COLUMNS = ("model", "loader", "s", "min-max", "GB/s", "x kvtier", "CPU s", "host
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.weights_rate", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--models", default="8b,0.6b,moe", help="separated by commas")
-    parser.add_argument("--loaders", default=",".join(LOADERS), help="separated by commas")
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/weights"), help="of the checkpoints")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels to import loaders from")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--no-ceilings", dest="ceilings", action="store_false")
-    parser.add_argument("--keep", action="store_true", help="keep the checkpoints for the next run")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = parser("weights_rate", __doc__)
+    add_models(made)
+    made.add_argument("--loaders", default=",".join(LOADERS), help="separated by commas")
+    made.add_argument("--wheels", type=Path, help="folder of wheels to import loaders from")
+    made.add_argument("--no-ceilings", dest="ceilings", action="store_false")
+    options = made.parse_args()
     return child(options) if options.child else run_all(options)
 
 
