@@ -254,7 +254,7 @@ def settings_text(vllm_config: Any, has_tag: bool, has_draft: bool) -> str:
     model, load = vllm_config.model_config, vllm_config.load_config
     found = _model_settings(model, load)
     load_format = _settled("load_format", getattr(load, "load_format", "auto"))
-    # Of one folder, different formats may read different files. That of kvtier reads those of "auto".
+    # Formats may read different files of one folder. kvtier reads the files that "auto" reads.
     if load_format not in ("auto", "kvtier") and not has_tag:
         found["load_format"] = load_format
     parts = {

@@ -53,7 +53,7 @@ ROW = list(Path(__file__).read_bytes()[:208])
 
 
 def test_frequencies_are_measured_from_k() -> None:
-    """Of one base, of two in one model, and of K that does not turn in pairs of halves."""
+    """Models have one base, or two, or K that does not turn in pairs of halves."""
     assert torch.allclose(made("Llama").frequencies(ROW), base_frequencies(1e4).expand(2, -1), atol=1e-6)
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
     bases = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}

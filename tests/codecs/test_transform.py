@@ -40,7 +40,7 @@ def coder_of(path: Path, preset: str = "tc4", held: Extent | None = None) -> Tra
 
 
 def error(x: torch.Tensor, back: torch.Tensor) -> float:
-    """Of what differs between tokens."""
+    """Return the error as a share of what differs between tokens."""
     signal = (x - x.mean(1, keepdim=True)).square().sum()
     return float((x - back).square().sum() / signal)
 
@@ -91,7 +91,7 @@ def test_heads_and_layers_are_coded_alone(table_path: Path) -> None:
 
 
 def test_packing_element_by_element() -> None:
-    """From the words of the format alone."""
+    """This test takes the rows apart by the words of the format alone."""
     bits = torch.tensor([[[8] * 8 + [3, 0, 1, 4, 5, 2, 8, 1] + [0] * 8 + [7, 1, 0, 0, 0, 0, 0, 0] + [5] * 8]])
     draw = np.random.default_rng(0)
     codes = torch.from_numpy(draw.integers(0, 256, (1, 4, 40))) & ((1 << bits) - 1)

@@ -223,7 +223,7 @@ def killed_at(step: int, kill: Kill, checkpoint: Path, out: Path) -> bool:
 def test_a_kill_at_any_point_is_repaired(
     kill: Kill, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until the manifest is there, there are no shards; with it, they are whole."""
+    """A folder without the manifest has no shards; one with it has all of them whole."""
     monkeypatch.setattr(shards_module, "PART_BYTES", 200_000)
     out, step = tmp_path / "out", 1
     while killed_at(step, kill, checkpoint, out):

@@ -129,7 +129,7 @@ class CudaDouble:
             time.sleep(0.001)
 
     def failures_left(self) -> int:
-        """Of those asked for with `fail`."""
+        """Return how many failures that `fail` asked for are left."""
         return int(self._lib.fake_failures_left())
 
     def fail(self, *calls: str, after: int = 0, times: int = 1) -> None:
