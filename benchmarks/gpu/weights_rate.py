@@ -25,8 +25,6 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -54,8 +52,6 @@ def _kvtier(
     from kvtier.weights import reader as readers
 
     verify = loader.startswith("kvtier-verified")
-    if verify and find_spec("triton"):
-        import_module("kvtier.kernels.device_block_sums")  # else the reader's thread does it, within the time
     if "@" in loader:
         threads, slots, mib = map(int, loader.partition("@")[2].split("x"))
         sizes = {"threads": threads, "slots": slots, "piece_bytes": mib << 20}

@@ -33,6 +33,7 @@ from kvtier.errors import ConfigError
 from kvtier.format.geometry import Geometry, RankShare, share_of_rank
 from kvtier.format.namespace import CodecId, Namespace, canonical_text
 from kvtier.model.weights_fingerprint import config_fingerprint, file_fingerprint, weights_fingerprint
+from kvtier.storage.own_files import FOLDER
 
 # Drafting methods that keep no KV of their own.
 DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
@@ -45,7 +46,7 @@ LENGTH_DEPENDENT_ROPES = frozenset({"longrope", "su", "dynamic"})  # encodings t
 # encodings.
 RENAMED_ROPES = {"deepseek_yarn": "yarn", "deepseek_llama_scaling": "yarn"}
 
-FINGERPRINTS = Path(f"/var/tmp/kvtier-{os.getuid()}/fingerprints")
+FINGERPRINTS = FOLDER / "fingerprints"
 
 NOTHING: tuple[Any, ...] = (None, False, 0, "", {}, [])  # plain values of every setting
 

@@ -35,14 +35,13 @@ from kvtier.runtime.garbage import paused_collection
 from kvtier.runtime.units import size
 from kvtier.weights.manifest import of_files
 from kvtier.weights.plan import PlanMismatch, WeightPlan
-from kvtier.weights.plan_cache import PlanCache
+from kvtier.weights.plan_cache import PLANS, PlanCache
 from kvtier.weights.reader import Sums, WeightReader, unchanged
 from kvtier.weights.shards import shard_plan
 
 log = logging.getLogger("kvtier")
 
 EXTRA = "model_loader_extra_config"
-PLANS = Path(f"/var/tmp/kvtier-{os.getuid()}/plans")
 OF_VLLM = ("enable_weights_track",)  # keys of vLLM's default loader that mean something here
 TRACED = "traced"  # origin of a plan
 READ_AS_TENSORS = ("bitsandbytes", "gguf", "torchao")  # quantizations whose loaders need values

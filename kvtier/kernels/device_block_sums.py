@@ -1,25 +1,28 @@
 """Checksums of blocks that are scattered over a device's memory in pieces, in Triton.
 
-A block is a slab of kvtier.format.checksum whose bytes were copied to different places. A program sums some pages of a
-piece. A piece may begin at any pair of a page, so the pairs that a program holds at a time belong to two pages.
+A block is a slab of kvtier.format.checksum whose bytes were copied to different places (`block_sums`). A program sums
+some pages of a piece. A piece may begin at any pair of a page, so the pairs that a program holds at a time belong to
+two pages.
 """
 
 # mypy: disallow-untyped-decorators=False
 # Triton has no types.
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from kvtier.format.checksum import PAIRS_PER_PAGE
+from kvtier.kernels.block_sums import PAGES
 from kvtier.kernels.device_checksum import add, fold, mix32
-from kvtier.kernels.launch import on_device
+from kvtier.kernels.device_code import DeviceCode
 
-PIECE_FIELDS = 4  # of the table: address (a multiple of 8), first pair in the block, pairs, number of the block
-PAGES, STEP, WARPS = 16, 4, 4  # of a program: pages, pages at a time, warps
+STEP, WARPS = 4, 4  # of a program: pages at a time, warps
+WARP_THREADS = 32
+CONSTANTS = {"PAIRS": PAIRS_PER_PAGE, "PAGES": PAGES, "STEP": STEP}
 
 
 @triton.jit
@@ -39,14 +42,13 @@ def _products(
     return x.to(tl.uint64) * y.to(tl.uint64)
 
 
-# Not specialized on values, so that it is compiled once, at start.
-@triton.jit(do_not_specialize=("seed",))
+@triton.jit
 def _sum_pieces(
     table: tl.tensor, sums: tl.tensor, seed: tl.tensor, PAIRS: tl.constexpr, PAGES: tl.constexpr, STEP: tl.constexpr
 ) -> None:
     """Grid: (pieces, parts of PAGES pages of the largest piece). Adds the sum of a part to its block's.
 
-    table: (pieces, 4) int64, see PIECE_FIELDS. sums: (blocks,) int64, zeros at first.
+    table: (pieces, 4) int64, see block_sums.PIECE_FIELDS. sums: (blocks,) int64, zeros at first.
     """
     piece = table + tl.program_id(0).to(tl.int64) * 4
     n_pairs = tl.load(piece + 2).to(tl.int32)
@@ -83,39 +85,15 @@ def _sum_pieces(
         tl.atomic_add(sums + tl.load(piece + 3), part, sem="relaxed")
 
 
-class BlockSums:
-    """A launch that is prepared: the table is on the device, and the kernel is compiled and loaded."""
+def compiled(capability: int) -> DeviceCode:
+    """Compile for devices of a compute capability, such as 90. What Triton raises where it cannot is passed on."""
+    places = {(_sum_pieces.arg_names.index(name),): value for name, value in CONSTANTS.items()}
+    types = {"table": "*i64", "sums": "*i64", "seed": "i64"} | dict.fromkeys(CONSTANTS, "constexpr")
+    target = GPUTarget("cuda", capability, WARP_THREADS)
+    found = triton.compile(ASTSource(_sum_pieces, types, places), target=target, options={"num_warps": WARPS})
+    return DeviceCode(found.metadata.name, WARPS * WARP_THREADS, found.metadata.shared, found.asm["cubin"])
 
-    def __init__(self, pieces: npt.NDArray[np.int64], n_blocks: int, seed: int, device: torch.device) -> None:
-        """Prepare to sum pieces. May take a second.
 
-        pieces: (n, PIECE_FIELDS), in the order of their blocks. seed: of all blocks. What Triton raises
-        where it has no compiler is passed on.
-        """
-        self._device = device
-        self._blocks, self._n_summed = pieces[:, 3].copy(), 0
-        self._table = torch.from_numpy(np.ascontiguousarray(pieces)).to(device)
-        self._sums = torch.zeros(n_blocks, dtype=torch.int64, device=device)
-        self._seed = seed - (1 << 64) if seed >> 63 else seed
-        self._parts = -(-int(pieces[:, 2].max(initial=0)) // (PAGES * PAIRS_PER_PAGE))
-        self._launch(0)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # another thread launches, maybe on another stream
-
-    def _launch(self, stop: int) -> None:
-        with on_device(self._device):
-            _sum_pieces[(stop - self._n_summed, self._parts)](
-                self._table[self._n_summed :], self._sums, self._seed, PAIRS_PER_PAGE, PAGES, STEP, num_warps=WARPS
-            )
-
-    def sum_until(self, block: int) -> None:
-        """Begin to sum blocks before `block` that were not summed so far: their bytes are there."""
-        stop = int(np.searchsorted(self._blocks, block))
-        if stop > self._n_summed:
-            self._launch(stop)
-            self._n_summed = stop
-
-    def sums(self) -> npt.NDArray[np.uint64]:
-        """Sum the blocks that are left. Return the sums of all, (n_blocks,); 0 for blocks without pieces."""
-        self.sum_until(len(self._sums))
-        return self._sums.cpu().numpy().view(np.uint64)
+def interpret(grid: tuple[int, int], table: torch.Tensor, sums: torch.Tensor, seed: int) -> None:
+    """Run the kernel by Triton's interpreter, on tensors of the CPU."""
+    _sum_pieces[grid](table, sums, seed, **CONSTANTS)

@@ -10,7 +10,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,23 +20,23 @@ from kvtier.errors import TierUnavailable
 from kvtier.format.checksum import slab_seed
 from kvtier.io import ranges
 from kvtier.io.ranges import RangeProgress
+from kvtier.kernels.block_sums import BlockSums
 from kvtier.runtime.threads import begin
+from kvtier.storage.own_files import FOLDER, OwnFiles
 from kvtier.weights.copies import Table
-
-if TYPE_CHECKING:
-    from kvtier.kernels.device_block_sums import BlockSums
 
 log = logging.getLogger("kvtier")
 
 # Bytes to sum from which on it pays to compile or load the kernel while they are read: 0.1 s of reading.
 FIRST_BYTES_MIN = 4 << 30
+KERNELS = OwnFiles(FOLDER / "kernels", "kernel", b"KVTKERN1")
 PAIR_BYTES = 8  # of the checksum; the kernel loads pairs
 
 
 class WholeBlocks(NamedTuple):
     """Blocks that land whole, each byte once.
 
-    pieces: (n, 4) int64, as kernels.device_block_sums.PIECE_FIELDS. by_file: bool for each block of each file; blocks
+    pieces: (n, 4) int64, as kernels.block_sums.PIECE_FIELDS. by_file: bool for each block of each file; blocks
     are numbered file after file.
     """
 
@@ -112,10 +112,8 @@ class DeviceSums:
         self._prepared = begin("weights-sums", self._prepare)
 
     def _prepare(self) -> BlockSums:
-        from kvtier.kernels.device_block_sums import BlockSums  # needs Triton
-
         n_blocks = sum(map(len, self.blocks.by_file))
-        return BlockSums(self.blocks.pieces, n_blocks, slab_seed(ranges.SEED_KEY, 0, 0), self._device)
+        return BlockSums(self.blocks.pieces, n_blocks, slab_seed(ranges.SEED_KEY, 0, 0), self._device, KERNELS)
 
     def sum_landed(self, done: RangeProgress) -> None:
         """Begin to sum blocks that have landed, if the kernel is loaded. Raises TierUnavailable when CUDA fails."""
@@ -144,7 +142,7 @@ class DeviceSums:
         _works[self._device] = fault is None
         if fault is not None:
             log.warning(
-                "checksums of weights are computed on the CPU, as Triton's kernel cannot be used on %s (%r): check "
+                "checksums of weights are computed on the CPU, as their kernel cannot be used on %s (%r): check "
                 "that a C compiler is installed and that Triton's cache can be written",
                 self._device,
                 fault,

@@ -1,16 +1,12 @@
 """Plan files: a recorded plan as bytes, and the folder in which plans are kept for the next start.
 
-    magic (8 bytes)   size of the body (u64)   body   blake3 of the body (32 bytes)
-
-The body is the size of a JSON text (u32), the text with all but the copies, and the copies as rows of 8 numbers (i64,
-in the order of Copy's fields). Numbers are little endian.
+The body of a file (`storage.own_files`) is the size of a JSON text (u32), the text with all but the copies, and the
+copies as rows of 8 numbers (i64, in the order of Copy's fields). Numbers are little endian.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import os
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -22,16 +18,14 @@ from blake3 import blake3
 
 from kvtier.errors import Corrupt
 from kvtier.format.namespace import canonical_text
-from kvtier.storage.atomic_files import replace_small
+from kvtier.storage.own_files import FOLDER, OwnFiles
 from kvtier.weights.copies import FIELDS
 from kvtier.weights.copies import pack as pack_copies
 from kvtier.weights.plan import Conversion, Elements, Fill, Parameter, WeightPlan
 
-log = logging.getLogger("kvtier")
-
 MAGIC = b"KVTWPLN2"  # its number grows when plans of an earlier kvtier must not be used any more
 NONE = pack_copies([])
-PLAN_BYTES_MAX = 1 << 30  # longest plan file that is read, bytes
+PLANS = FOLDER / "plans"
 
 
 def plan_key(facts: object) -> str:
@@ -40,20 +34,15 @@ def plan_key(facts: object) -> str:
 
 
 def pack(plan: WeightPlan, key: str) -> bytes:
-    """Return the content of a plan file."""
+    """Return the body of a plan file."""
     rest = asdict(replace(plan, copies=NONE, files=())) | {"key": key, "files": len(plan.files)}
     del rest["copies"]
     text = json.dumps(rest).encode()
-    body = struct.pack("<I", len(text)) + text + plan.copies.astype("<i8").tobytes()
-    return MAGIC + struct.pack("<Q", len(body)) + body + blake3(body).digest()
+    return struct.pack("<I", len(text)) + text + plan.copies.astype("<i8").tobytes()
 
 
-def unpack(content: bytes, key: str, files: Sequence[Path]) -> WeightPlan:
-    """Return the plan of a plan file for these checkpoint files. Raises Corrupt."""
-    (size,) = struct.unpack_from("<Q", content, len(MAGIC)) if len(content) >= 48 else (0,)
-    body = content[16:-32]
-    if not content.startswith(MAGIC) or size != len(body) or blake3(body).digest() != content[-32:]:
-        raise Corrupt("it is not a whole plan file")
+def unpack(body: bytes, key: str, files: Sequence[Path]) -> WeightPlan:
+    """Return the plan of a body for these checkpoint files. Raises Corrupt."""
     try:
         return _plan(body, key, files)
     except (KeyError, TypeError, ValueError, struct.error) as error:
@@ -81,34 +70,20 @@ class PlanCache:
     """Folder of plan files, one for each key. Failures cost a new recording and nothing else."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._files = OwnFiles(folder, "plan", MAGIC)
 
     def get(self, key: str, files: Sequence[Path]) -> WeightPlan | None:
         """Return a plan that this user stored; None if there is none, or a damaged one, which is logged."""
-        path = self._path(key)
+        body = self._files.get(key)
         try:
-            with path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_uid != os.getuid() or status.st_size > PLAN_BYTES_MAX:
-                    raise Corrupt("it is of another user, or too long")
-                return unpack(file.read(), key, files)
-        except FileNotFoundError:
-            return None
-        except (OSError, Corrupt) as error:
-            log.warning("the stored plan %s is not used: %s", path, error)
+            return None if body is None else unpack(body, key, files)
+        except Corrupt as error:
+            self._files.refuse(key, error)
             return None
 
     def put(self, key: str, plan: WeightPlan) -> None:
         """Store a plan."""
-        try:
-            for folder in (self._folder.parent, self._folder):  # parents made by mkdir get the mode of the umask
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            replace_small(self._path(key), pack(plan, key))
-        except OSError as error:
-            log.info("cannot keep the plan in %s: %s", self._folder, error)
-
-    def _path(self, key: str) -> Path:
-        return self._folder / f"{key}.plan"
+        self._files.put(key, pack(plan, key))
 
 
 def _view(value: dict[str, Any]) -> Elements:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvtier.errors import WeightsDamaged
+from kvtier.kernels.block_sums import BlockSums
 from kvtier.weights import device_sums, load_files, manifest
 from kvtier.weights.copies import Copy, contiguous
 from kvtier.weights.reader import WeightReader
@@ -93,8 +94,6 @@ def test_files_as_tensors_and_a_flipped_byte(tmp_path: Path) -> None:
 
 def test_sums_of_the_device_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of odd counts: files begin at any pair, and tensors after an odd one are summed by the CPU."""
-    from kvtier.kernels.device_block_sums import BlockSums  # not before others have it interpreted
-
     monkeypatch.setattr(device_sums, "FIRST_BYTES_MIN", 1)
     launched: list[int] = []
     sums = BlockSums.sums

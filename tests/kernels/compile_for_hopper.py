@@ -44,9 +44,10 @@ def main() -> None:
     walk = device_checksum.WALKS[0]
     types = {"table": "*i64", "sums": "*i64", "n_pages": "i32", "n_parts": "i32"}
     compiled(device_checksum._sum_pages, types, {"PAIRS": 512, "PAGES": walk.pages, "STEP": walk.step}, walk.warps)
-    blocks = device_block_sums
     types = {"table": "*i64", "sums": "*i64", "seed": "i64"}
-    compiled(blocks._sum_pieces, types, {"PAIRS": 512, "PAGES": blocks.PAGES, "STEP": blocks.STEP}, blocks.WARPS)
+    compiled(device_block_sums._sum_pieces, types, device_block_sums.CONSTANTS, device_block_sums.WARPS)
+    code = device_block_sums.compiled(90)
+    print(json.dumps({"name": code.name, "threads": code.threads, "is_elf": code.cubin.startswith(b"\x7fELF")}))
 
 
 if __name__ == "__main__":

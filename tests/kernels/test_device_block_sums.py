@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier.format.checksum import slab_checksum
+from kvtier.kernels.block_sums import PAGES, BlockSums
 from tests.kernels.device_pages import noise
-from tests.kernels.device_rig import DEVICE, device_block_sums
+from tests.kernels.device_rig import DEVICE
 
-PART = device_block_sums.PAGES * 512  # pairs of a program
+PART = PAGES * 512  # pairs of a program
 SEED = 0xF7BCC62A7F7C25C0
 
 
@@ -20,7 +21,7 @@ def sums(memory: torch.Tensor, pieces: list[tuple[int, int, int, int]], n_blocks
     """A piece: first pair in memory, first pair in the block, pairs, block."""
     table = np.array(sorted(pieces, key=lambda piece: piece[3]), np.int64).reshape(-1, 4)
     table[:, 0] = memory.data_ptr() + 8 * table[:, 0]
-    prepared = device_block_sums.BlockSums(table, n_blocks, SEED, DEVICE)
+    prepared = BlockSums(table, n_blocks, SEED, DEVICE)
     for block in (0, n_blocks // 2, n_blocks // 2):  # in two parts
         prepared.sum_until(block)
     return [int(value) for value in prepared.sums()]

@@ -10,7 +10,7 @@ from tests.kernels.fresh_process import lines_of
 
 
 def test_accesses_are_sixteen_bytes_wide_and_no_register_is_spilled(tmp_path: Path) -> None:
-    *moves, sums, block_sums = lines_of("tests.kernels.compile_for_hopper", tmp_path, timeout_s=120)
+    *moves, sums, block_sums, code = lines_of("tests.kernels.compile_for_hopper", tmp_path, timeout_s=120)
     tile, warps = device.TILINGS[0]
     for accesses in moves:
         vectors = tile // (warps * 32) // 2
@@ -25,3 +25,4 @@ def test_accesses_are_sixteen_bytes_wide_and_no_register_is_spilled(tmp_path: Pa
     lanes = 512 // (device_block_sums.WARPS * 32)
     assert block_sums["ld.global.b64"] == (device_block_sums.STEP + 1) * lanes + 4
     assert sums["st.shared.b64"] == 2, "only the last sum goes over the warps"
+    assert code == {"name": "_sum_pieces", "threads": 32 * device_block_sums.WARPS, "is_elf": True}

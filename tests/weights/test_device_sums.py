@@ -162,12 +162,10 @@ def test_a_strip_is_summed_in_the_buffers(file: Path, summed_by_cpu: list[int]) 
 def test_without_a_compiler_the_cpu_sums(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvtier.kernels import device_block_sums
-
     def broken(*_: object) -> None:
         raise RuntimeError("no C compiler")
 
-    monkeypatch.setattr(device_block_sums.BlockSums, "__init__", broken)
+    monkeypatch.setattr(device_sums.BlockSums, "__init__", broken)
     expected = Reader().sums([file])
     for _ in range(2):
         Reader().read([file], whole_copies(), tensors(), expected)

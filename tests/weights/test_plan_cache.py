@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from blake3 import blake3
 
 from kvtier.errors import Corrupt
 from kvtier.weights.copies import Copy, contiguous
 from kvtier.weights.copies import pack as pack_copies
 from kvtier.weights.plan import Conversion, Elements, Fill, Parameter, PlanMismatch, WeightPlan
-from kvtier.weights.plan_cache import MAGIC, PlanCache, pack, plan_key, unpack
+from kvtier.weights.plan_cache import PlanCache, pack, plan_key, unpack
 
 FILES = (Path("/a.safetensors"), Path("/b.safetensors"))
 KEY = plan_key({"model": "tiny"})
@@ -36,7 +34,10 @@ def test_a_plan_comes_back(tmp_path: Path) -> None:
     found = cache.get(KEY, FILES)
     assert found is not None and np.array_equal(found.copies, PLAN.copies)
     assert replace(found, copies=PLAN.copies) == PLAN
-    assert cache.get(plan_key({"model": "other"}), FILES) is None
+    other = plan_key({"model": "other"})
+    assert cache.get(other, FILES) is None
+    (tmp_path / "a" / "plans" / f"{KEY}.plan").rename(tmp_path / "a" / "plans" / f"{other}.plan")
+    assert cache.get(other, FILES) is None, "the plan of another key"
 
 
 @pytest.mark.parametrize("length", range(0, len(pack(PLAN, KEY)), 7))
@@ -48,20 +49,7 @@ def test_a_cut_plan_is_no_plan(length: int) -> None:
 def test_a_body_of_another_form_is_no_plan() -> None:
     for body in (b"", b"\x05\0\0\0{}", struct.pack("<I", 2) + b"[]", struct.pack("<I", 2) + b"{}"):
         with pytest.raises(Corrupt, match="no plan of this kvtier"):
-            unpack(MAGIC + struct.pack("<Q", len(body)) + body + blake3(body).digest(), KEY, FILES)
-
-
-def test_damage_is_logged_and_costs_a_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cache, content = PlanCache(tmp_path), bytearray(pack(PLAN, KEY))
-    for place in (0, 9, 30, len(content) - 1):
-        damaged = bytes(content[:place]) + bytes([content[place] ^ 1]) + bytes(content[place + 1 :])
-        (tmp_path / f"{KEY}.plan").write_bytes(damaged)
-        caplog.clear()
-        assert cache.get(KEY, FILES) is None
-        assert f"{KEY}.plan is not used" in caplog.text
-    with caplog.at_level(logging.INFO, "kvtier"):
-        PlanCache(Path("/proc/none")).put(KEY, PLAN)
-    assert "cannot keep the plan" in caplog.text
+            unpack(body, KEY, FILES)
 
 
 def test_a_plan_of_other_files_or_another_key_is_refused() -> None:

@@ -1,0 +1,66 @@
+"""Compiled kernels without their compiler: code as bytes, loaded and launched by the CUDA driver.
+
+Triton finds a kernel that it has compiled before by hashing its own library of 400 MB and asking ptxas for its version,
+once a process. That takes about as long as 8 GB of weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+from typing import Any, NamedTuple
+
+from kvtier.errors import Corrupt
+
+SCRATCH_POINTERS = 2  # arguments that Triton adds behind those of the source; null, as its kernels here have no scratch
+
+
+class DeviceCode(NamedTuple):
+    """Machine code of one kernel, its name there, and the threads and bytes of shared memory of a program."""
+
+    name: str
+    threads: int
+    shared_bytes: int
+    cubin: bytes
+
+    def pack(self) -> bytes:
+        """Return the code as bytes: the size of a JSON text (u32, little endian), the text, the machine code."""
+        text = json.dumps(self._replace(cubin=b"")[:3]).encode()
+        return struct.pack("<I", len(text)) + text + self.cubin
+
+
+def unpack(body: bytes) -> DeviceCode:
+    """Return what was packed. Raises Corrupt."""
+    try:
+        (n_bytes,) = struct.unpack_from("<I", body)
+        name, threads, shared_bytes = json.loads(body[4 : 4 + n_bytes])
+        return DeviceCode(str(name), int(threads), int(shared_bytes), body[4 + n_bytes :])
+    except (TypeError, ValueError, struct.error) as error:
+        raise Corrupt(f"it is no kernel of this kvtier ({error!r})") from None
+
+
+class DeviceKernel:
+    """A kernel that the driver has loaded into the current device's context, for as long as the process lives."""
+
+    def __init__(self, code: DeviceCode) -> None:
+        """Load the code. Raises OSError without a driver, RuntimeError where the driver refuses the code."""
+        self._threads, self._shared_bytes = code.threads, code.shared_bytes
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuModuleLoadData", ctypes.byref(module), code.cubin)
+        self._call("cuModuleGetFunction", ctypes.byref(self._function), module, code.name.encode())
+
+    def launch(self, grid: tuple[int, int], stream: int, *arguments: int) -> None:
+        """Launch on a stream of the current device. arguments: pointers and integers of at most 64 bits.
+
+        Raises RuntimeError.
+        """
+        values = [ctypes.c_int64(value) for value in (*arguments, *[0] * SCRATCH_POINTERS)]
+        places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        size = (*grid, 1, self._threads, 1, 1, self._shared_bytes)
+        self._call("cuLaunchKernel", self._function, *size, ctypes.c_void_p(stream), places, None)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if error := getattr(self._driver, name)(*arguments):
+            raise RuntimeError(f"{name} of the CUDA driver failed with error {error}")

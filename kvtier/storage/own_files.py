@@ -1,0 +1,74 @@
+"""Files that processes of one user keep for each other, such as plans and compiled kernels. Any can be made again.
+
+magic (8 bytes)   size of the body (u64, little endian)   body   blake3 of the body (32 bytes)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from pathlib import Path
+
+from blake3 import blake3
+
+from kvtier.errors import Corrupt
+from kvtier.storage.atomic_files import replace_small
+from kvtier.storage.root_owner import LOCAL_STATE
+
+log = logging.getLogger("kvtier")
+
+FOLDER = LOCAL_STATE / f"kvtier-{os.getuid()}"
+FILE_BYTES_MAX = 1 << 30  # longest file that is read, bytes
+
+
+class OwnFiles:
+    """Folder of files, one for each key. Failures cost the work of making a body again and nothing else."""
+
+    def __init__(self, folder: Path, kind: str, magic: bytes) -> None:
+        """Name the folder.
+
+        kind: what a body is, for the log and the names of files. magic: 8 bytes, whose number grows when files of an
+        earlier kvtier must not be used any more.
+        """
+        self._folder, self._kind, self._magic = folder, kind, magic
+
+    def get(self, key: str) -> bytes | None:
+        """Return the body that this user stored; None if there is none, or a damaged one, which is logged."""
+        path = self.path(key)
+        try:
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_uid != os.getuid() or status.st_size > FILE_BYTES_MAX:
+                    raise Corrupt("it is of another user, or too long")
+                return self._body(file.read())
+        except FileNotFoundError:
+            return None
+        except (OSError, Corrupt) as error:
+            self.refuse(key, error)
+            return None
+
+    def refuse(self, key: str, reason: Exception) -> None:
+        """Log that the file of a key is not used."""
+        log.warning("the stored %s %s is not used: %s", self._kind, self.path(key), reason)
+
+    def _body(self, content: bytes) -> bytes:
+        (size,) = struct.unpack_from("<Q", content, len(self._magic)) if len(content) >= 48 else (0,)
+        body = content[16:-32]
+        if not content.startswith(self._magic) or size != len(body) or blake3(body).digest() != content[-32:]:
+            raise Corrupt(f"it is not a whole {self._kind} file")
+        return body
+
+    def put(self, key: str, body: bytes) -> None:
+        """Store a body."""
+        content = self._magic + struct.pack("<Q", len(body)) + body + blake3(body).digest()
+        try:
+            for folder in (self._folder.parent, self._folder):  # parents made by mkdir get the mode of the umask
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_small(self.path(key), content)
+        except OSError as error:
+            log.info("cannot keep the %s in %s: %s", self._kind, self._folder, error)
+
+    def path(self, key: str) -> Path:
+        """Return the file of a key."""
+        return self._folder / f"{key}.{self._kind}"
