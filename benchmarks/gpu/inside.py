@@ -37,8 +37,8 @@ def counters(worker: Any) -> dict[str, float]:
     return found
 
 
-def start_watch(worker: Any) -> None:
-    _watches[:] = [Watch(worker_half())]
+def start_watch(worker: Any, share: int) -> None:
+    _watches[:] = [Watch(worker_half(), share)]
 
 
 def take_watch(worker: Any) -> dict[str, Any]:

@@ -25,6 +25,8 @@
 #   save         what saving costs, durable rate                                      260   400
 #   two-equal    two GPUs: blocks and tokens across TP sizes, and stray contexts      180   330
 #   two-ttft     two GPUs: 70B's dimensions at TP=2, in one process                      85   450
+#   two-weights  two GPUs: weights of 70B's dimensions, SHM=200G (LAYERS=36 with arms of shards, 80 without; ARMS)  480   590
+#   two-engines  two GPUs: two engines on one root, SHM=150G REDIS=FOLDER; of each of SYSTEMS (EACH_S of it: 240)   340   590
 #   versus-tmpfs kvtier raw and k4v4, vLLM's tiering, no tier, ceilings, KvikIO alone  340   560
 #   versus-lmcache  LMCache in its two ways, from tmpfs                                 270   560
 #   versus-disk  k4v4 and vLLM's tiering; LENGTHS=100000 in two calls of 430 and 75     500   560
@@ -33,6 +35,8 @@
 # ttft-tmpfs, ttft-disk and two-ttft take a codec: ttft-tmpfs@k4v4 has kvtier alone, also from an hbm arena, in
 # ttft_tmpfs_k4v4.json. The versus stages write to one file, versus.json, and go on with it while the machine is held:
 # run one again for what it left out.
+#
+# two-engines keeps its records while the machine is held: run it once a system, and the last table has them all.
 #
 # Several at once on a machine of several GPUs, each lane on its own (CUDA_VISIBLE_DEVICES) and with its own folders, for
 # what is not timed, or is timed on its GPU alone:
@@ -259,6 +263,14 @@ stage() {
       [ -z "${TINY:-}" ] || lengths=300,600
       ttft "${NAME:-two_gpus_ttft}" "$MEMORY" 450 --model 70b --tp 2 --gpu-memory 0.85 --timeout 280 \
         --lengths "${LENGTHS:-$lengths}" --count "${COUNT:-2}" ;;
+    two-weights)
+      bench weights_two_ranks 590 --folder "$MEMORY/weights" --out "$OUT/${NAME:-two_gpus_weights}.json" \
+        --logs "$WORK/logs/two-ranks" --layers "${LAYERS:-36}" --repetitions "${REPEAT:-3}" \
+        ${ARMS:+--arms "$ARMS"} ${WHEELS:+--wheels "$WHEELS"} ;;
+    two-engines)
+      bench two_engines 590 --folder "$MEMORY" --out "$OUT/two_gpus_engines.json" --logs "$WORK/logs" --models "$WORK/models" \
+        --records "$WORK/two-engines" --systems "${SYSTEMS:-kvtier}" --seconds "${EACH_S:-240}" --extra "$EXTRA" \
+        ${REDIS:+--redis "$REDIS"} ${EAGER:+--eager} ;;
     *)
       echo "no stage $1"
       return 2 ;;

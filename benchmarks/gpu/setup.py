@@ -128,7 +128,7 @@ class EngineSetup:
     def run_watched(self, name: str, steps: Steps, llm: dict[str, Any] | None = None) -> dict[str, Any]:
         """Run kvtier with digests of all blocks (watch.py). llm: more engine arguments. Raise EngineFailed."""
         job = self.job("kvtier", self.folder, self.extra)
-        return self.run_job(name, job | {"steps": steps, "watch": True, "llm": self.llm | (llm or {})})
+        return self.run_job(name, job | {"steps": steps, "watch": 1, "llm": self.llm | (llm or {})})
 
     def run_job(self, name: str, job: dict[str, Any]) -> dict[str, Any]:
         return EngineProcess(name, job, self.logs, self.timeout_s).results(self.timeout_s)

@@ -47,7 +47,7 @@ def native_transfer(root: Path, extra: dict[str, Any]) -> dict[str, Any]:
         "secondary_tiers": [{"type": "fs", "root_dir": str(root)}],
         **extra,
     }
-    return _transfer("OffloadingConnector", settings)
+    return _transfer("OffloadingConnector", settings) | {"kv_load_failure_policy": "recompute"}
 
 
 def _transfer(connector: str, settings: dict[str, Any], kv_connector_module_path: str | None = None) -> dict[str, Any]:

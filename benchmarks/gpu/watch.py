@@ -65,9 +65,13 @@ def _word(plane: torch.Tensor) -> torch.dtype:
 
 
 class Watch:
-    """Record of the blocks that pass through one worker's Transfer; `saved` and `loaded` grow until `take`."""
+    """Record of the blocks that pass through one worker's Transfer; `saved` and `loaded` grow until `take`.
 
-    def __init__(self, worker_half: Any) -> None:
+    share: of so many chunks one is digested, the same ones in every process.
+    """
+
+    def __init__(self, worker_half: Any, share: int = 1) -> None:
+        self._share = share
         transfer, pages = worker_half._bridge._transfer, worker_half._pages.pages
         self._digests = BlockDigests(pages)
         self._block_tokens = pages.block_tokens
@@ -114,6 +118,7 @@ class Watch:
 
     def _note(self, where: list[SeenBlocks], chunks: list[tuple[Any, int]]) -> None:
         """Digest the blocks of all chunks in one pass; blocks of a chunk before `first` belong to other requests."""
+        chunks = [(chunk, first) for chunk, first in chunks if chunk.key[0] % self._share == 0]
         if not chunks:
             return
         digests = self._digests.of([block for chunk, first in chunks for block in chunk.block_ids[first:]])

@@ -9,7 +9,6 @@ import os
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -18,7 +17,8 @@ import numpy as np
 
 ELEMENT_BYTES = 2
 RANDOM_BYTES = 64 << 20  # random bytes, of which each tensor takes others
-WRITERS = 8
+WRITERS = 32  # files written at once: writes to one file exclude each other
+PIECE_SHIFT = 104_729 * 16  # bytes by which the next piece of a tensor begins further on, so that halves differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class WeightShapes:
 
 MODELS = {
     "8b": WeightShapes(4, 128_256, 4096, 14_336, 32, 32, 8, 128, False, False),
+    "70b": WeightShapes(30, 128_256, 8192, 28_672, 80, 64, 8, 128, False, False),
     "0.6b": WeightShapes(1, 151_936, 1024, 3072, 28, 16, 8, 128, True, True),
     "moe": WeightShapes(5, 151_936, 2048, 768, 16, 32, 4, 128, True, False, 128),
     "tiny": WeightShapes(2, 512, 64, 96, 2, 4, 2, 16, True, False, 4),
@@ -138,14 +139,14 @@ def make(folder: Path, model: WeightShapes) -> list[Path]:
     for number, tensor in enumerate(tensors):
         shards[min(model.files - 1, int(done / share))].append((number, tensor))
         done += tensor.elements
-    with ThreadPoolExecutor(WRITERS) as pool, ExitStack() as stack:
-        jobs = []
-        for path, shard in zip(paths, shards, strict=True):
-            file = stack.enter_context(path.open("wb", buffering=0))
+
+    def write(path: Path, shard: list[tuple[int, PlacedTensor]]) -> None:
+        with path.open("wb", buffering=0) as file:
             for start, end, offset in _pieces(file, shard):
-                jobs.append(pool.submit(os.pwrite, file.fileno(), memoryview(content)[start:end], offset))
-        for job in jobs:
-            job.result()
+                os.pwrite(file.fileno(), memoryview(content)[start:end], offset)
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        list(pool.map(write, paths, shards))
     (folder / "made").touch()
     return paths
 
@@ -168,4 +169,4 @@ def _pieces(file: FileIO, shard: list[tuple[int, PlacedTensor]]) -> Iterator[tup
         while left:
             size = min(left, RANDOM_BYTES)
             yield skip, skip + size, offset
-            offset, left = offset + size, left - size
+            offset, left, skip = offset + size, left - size, (skip + PIECE_SHIFT) % RANDOM_BYTES

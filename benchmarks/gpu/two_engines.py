@@ -1,0 +1,334 @@
+"""Two engines, a GPU each, on one root and one index in Redis, while one of them is killed and started again.
+
+    python -m benchmarks.gpu.two_engines --folder /dev/shm/kv --out OUT/two_engines.json [--redis FOLDER]
+        [--systems kvtier,none,native] [--seconds 600] [--capacity-gib 100] [--records FOLDER] [--tiny]
+
+Both engines take the next item of one list whenever one of their 16 requests has ended: a prefix of 2,000 to 12,000
+tokens, private or one of 32 documents in use, and 200 tokens of its own; 32 tokens are generated. vLLM's own KV cache
+has 20 GiB a GPU, so that documents leave it. In the middle of the time engine b is killed and started again, and first
+answers what was lost. Every system gets the same list and the same seconds. vLLM's tiering deletes no files: this
+script deletes the oldest above --capacity-gib, which is kvtier's capacity too.
+
+Blocks of one chunk in 16 are compared bit for bit with what either engine saved (watch.py). Answers are compared with
+those of `none`; `none` itself answers 64 items twice, batched otherwise, as a control. Weights are random, so that
+answers hardly depend on the KV: the blocks decide. unknown: of chunks that b saved in the two seconds before it was
+killed, whose digests it had not written yet. Records stay in --records, and the table shows all systems in it:
+systems can be run in calls of their own.
+
+--redis: a folder with the server and its libraries, and the client's wheel where it is not installed (15 MB):
+
+    mkdir -p .redis && cp -L "$(command -v redis-server)" .redis/
+    ldd .redis/redis-server | awk '/=> \\//{print $3}' | grep -vE '/(libc|libm)\\.so' | xargs -I{} cp -L {} .redis/
+    pip download --no-deps -d .redis redis==8.1.0
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.gpu.sampler import Sampler
+from benchmarks.gpu.setup import EngineSetup, add_timed_engine, parser
+from benchmarks.gpu.systems import stored_bytes
+from benchmarks.gpu.watch import compare
+from benchmarks.gpu.weights_rate import unpacked
+from benchmarks.processes import EngineFailed, EngineProcess, launch, stop
+
+QUESTION = "what two engines on one tier have of each other, and whether one notices that the other is killed"
+ENGINES = ("a", "b")
+MIX = {"private_every": 8, "window": 32, "document_every": 16, "shortest": 2000, "longest": 12_000, "tail": 200}
+TINY_MIX = {"private_every": 4, "window": 6, "document_every": 4, "shortest": 128, "longest": 512, "tail": 20}
+ENGINE = {"max_model_len": 16_384, "max_num_seqs": 16, "kv_cache_memory_bytes": 20 << 30}
+TINY_ENGINE = {"num_gpu_blocks_override": 96}
+WATCH_SHARE = 16  # of so many chunks one is compared
+AGAIN = 64  # items that the control answers twice
+DRAIN_S = 90.0  # for the requests under way at the end
+TRIM_S = 0.5
+COLUMNS = ("system", "requests/s", "tokens/s", "hits", "of the other", "TTFT p50, ms", "p95", "failed", "same answers",
+           "blocks equal", "wrong", "unknown")  # fmt: skip
+
+Found = dict[str, Any]
+
+
+@contextmanager
+def redis(folder: Path | None, logs: Path) -> Iterator[str]:
+    """Run a server that keeps nothing on disk; yield its URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["redis-server" if folder is None else str(folder / "redis-server"), "--port", str(port)]
+    words += ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(logs)]
+    environment = os.environ | ({} if folder is None else {"LD_LIBRARY_PATH": str(folder)})
+    process = launch(words, logs / "redis.log", environment)
+    try:
+        deadline = time.monotonic() + 10
+        while True:
+            with socket.socket() as one:
+                if one.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"redis-server does not start: {(logs / 'redis.log').read_text()}")
+            time.sleep(0.05)
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        stop(process)
+
+
+def trim(folder: Path, capacity_bytes: int) -> None:
+    """Delete the oldest files until no more than the capacity is left."""
+    found = []
+    for path in folder.rglob("*"):
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            continue
+        if path.is_file():
+            found.append((status.st_mtime, status.st_blocks * 512, path))
+    more = sum(size for _, size, _ in found) - capacity_bytes
+    for _, size, path in sorted(found):
+        if more <= 0:
+            break
+        path.unlink(missing_ok=True)
+        more -= size
+
+
+class TwoEnginesTrial:
+    """One system: both engines, from their start to the end."""
+
+    def __init__(self, setup: EngineSetup, options: argparse.Namespace, system: str, url: str) -> None:
+        self._setup, self._options, self._system, self._url = setup, options, system, url
+        self.records = options.records / system
+        shutil.rmtree(self.records, ignore_errors=True)
+        self.records.mkdir(parents=True)
+        (self.records / "counter").write_text("0")
+        self.facts: Found = {"seconds": options.seconds, "failed_engines": []}
+        self._limit_s = options.timeout + options.seconds + DRAIN_S
+        self._engines: list[EngineProcess] = []
+
+    def run(self) -> None:
+        """Run it, and leave records and facts. An engine that fails is named in the facts."""
+        first = {name: self._start(name, name, []) for name in ENGINES}
+        began_s = self._wait_until_ready(first) + 1.0
+        until_s = began_s + self._options.seconds
+        (self.records / "part").write_text(str(until_s))
+        (self.records / "part").rename(self.records / "go")
+        time.sleep(max(0.0, (began_s + until_s) / 2 - time.monotonic()))
+        first["b"].stop()
+        killed_s = time.monotonic()
+        lost = lost_items(read_rows(self.records / "b.jsonl"))
+        again = self._start("b", "b2", lost)
+        for engine in (first["a"], again):
+            try:
+                found = engine.results(self._limit_s)
+                self.facts[engine.name] = {key: found[key] for key in ("start_s", "counters", "process_s")}
+            except EngineFailed as error:
+                self.facts["failed_engines"].append(str(error))
+                print(error, flush=True)
+        ready = self.records / "ready-b2"
+        away_s = ready.stat().st_mtime - time.time() + time.monotonic() - killed_s if ready.exists() else None
+        self.facts |= {
+            "began_s": began_s,
+            "until_s": until_s,
+            "killed_s": killed_s,
+            "away_s": away_s,
+            "lost": len(lost),
+        }
+        (self.records / "facts.json").write_text(json.dumps(self.facts))
+
+    def stop(self) -> None:
+        for engine in self._engines:
+            engine.stop()
+
+    def _start(self, gpu: str, name: str, first: list[int]) -> EngineProcess:
+        tiny, folder = self._options.tiny, self._setup.folder
+        extra = self._setup.extra | {"index": {"kind": "redis", "url": self._url}} if self._url else {}
+        job = self._setup.job(self._system, folder, extra)
+        job["environment"] |= {"CUDA_VISIBLE_DEVICES": str(ENGINES.index(gpu))}
+        job["environment"] |= {"PYTHONPATH": os.pathsep.join([*unpacked(self._options.redis), *_python_path()])}
+        plan: Found = {key: str(self.records / key) for key in ("go", "counter")}
+        plan |= {"ready": str(self.records / f"ready-{name}"), "records": str(self.records / f"{name}.jsonl")}
+        plan |= {"first": first, "mix": TINY_MIX if tiny else MIX, "in_flight": 3 if tiny else 16}
+        plan["answer"] = 4 if tiny else 32
+        steps = [["warm_up", 256 if tiny else 2048], ["serve", plan]]
+        if self._system == "none" and name == "a":
+            steps.append(["answer_again", plan, 4 if tiny else AGAIN])
+        watch = {"watch": 2 if tiny else WATCH_SHARE} if self._system == "kvtier" else {}
+        process = EngineProcess(
+            f"{self._system}-{name}", job | {"steps": steps} | watch, self._setup.logs, self._limit_s
+        )
+        self._engines.append(process)
+        return process
+
+    def _wait_until_ready(self, engines: dict[str, EngineProcess]) -> float:
+        deadline = time.monotonic() + self._options.timeout
+        while not all((self.records / f"ready-{name}").exists() for name in engines):
+            for engine in engines.values():
+                if engine.is_over:
+                    engine.results(1.0)
+            if time.monotonic() > deadline:
+                raise EngineFailed(f"engines are not ready after {self._options.timeout:.0f} s: see {self._setup.logs}")
+            time.sleep(0.05)
+        return time.monotonic()
+
+
+def _python_path() -> list[str]:
+    return list(filter(None, [os.environ.get("PYTHONPATH", "")]))
+
+
+def read_rows(path: Path) -> list[Found]:
+    """Return the lines of an engine's records; the last one of a killed engine may be half a line."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def lost_items(rows: list[Found]) -> list[int]:
+    """Return the items that were asked and not answered."""
+    answered = {row["item"] for row in rows if "answer" in row}
+    return [row["asked"] for row in rows if "asked" in row and row["asked"] not in answered]
+
+
+def hits_of_the_other(rows: list[Found], chunk: int) -> int:
+    """Return the hit tokens of requests on prefixes of which this engine had computed nothing, and the other one had.
+
+    An engine has computed a prefix if a request on it had fewer hits than the prefix has in whole chunks.
+    """
+    computed: dict[tuple[str, str], float] = {}  # (engine, prefix): since when
+    found = 0
+    for row in sorted(rows, key=lambda row: row["first_s"]):
+        own, other = ((engine, row["prefix"]) for engine in (row["engine"], *(set(ENGINES) - {row["engine"]})))
+        hits = min(row["hit_tokens"], row["prefix_tokens"])
+        if own not in computed and other in computed:
+            found += hits
+        if hits < row["prefix_tokens"] // chunk * chunk:
+            computed.setdefault(own, row["first_s"])
+    return found
+
+
+def figures(records: Path, chunk: int) -> Found:
+    """Return the figures of one system from its records."""
+    facts = json.loads((records / "facts.json").read_text())
+    logs = {name: read_rows(records / f"{name}.jsonl") for name in ("a", "b", "b2")}
+    rows = [row | {"engine": name[0]} for name, log in logs.items() for row in log if "first_s" in row]
+    ttft = sorted(row["first_s"] - row["began_s"] for row in rows)
+    in_time = [row for row in rows if row["ended_s"] <= facts["until_s"]]
+    asked, hits = (sum(row[key] for row in rows) for key in ("tokens", "hit_tokens"))
+    blocks = [row["blocks"] for log in logs.values() for row in log if "blocks" in row]
+    seen = {kind: [one for block in blocks for one in block[kind]] for kind in ("saved", "loaded")}
+    bad = [row for row in rows if row["reason"] != "length"]
+    return {
+        "requests": len(rows), "requests_s": len(in_time) / facts["seconds"],
+        "answer_tokens_s": sum(len(row["answer"]) for row in in_time) / facts["seconds"],
+        "asked_tokens": asked, "hit_tokens": hits, "other_hit_tokens": hits_of_the_other(rows, chunk),
+        "ttft_p50_s": ttft[len(ttft) // 2], "ttft_p95_s": ttft[int(len(ttft) * 0.95)],
+        "failed": len(bad) + len(lost_items(logs["a"])) + len(lost_items(logs["b2"])),
+        "after_kill_a": sum(row["began_s"] > facts["killed_s"] for row in rows if row["engine"] == "a"),
+        "after_restart_b": sum("answer" in row for row in logs["b2"]),
+        "failed_loads": sum(block["failed_loads"] for block in blocks),
+        "blocks": compare(seen["saved"], seen["loaded"]), "facts": facts,
+    }  # fmt: skip
+
+
+def answers(path: Path) -> dict[int, list[int]]:
+    """Return the answers by item of a file of records, or of all engines of a folder."""
+    paths = [path] if path.is_file() else [path / f"{name}.jsonl" for name in ("a", "b", "b2")]
+    return {row["item"]: row["answer"] for each in paths for row in read_rows(each) if "answer" in row}
+
+
+def same_answers(mine: dict[int, list[int]], control: dict[int, list[int]]) -> list[int]:
+    """Return (equal answers, items that both answered)."""
+    both = mine.keys() & control.keys()
+    return [sum(mine[item] == control[item] for item in both), len(both)]
+
+
+def row_of(system: str, one: Found) -> list[object]:
+    same = one["same_answers"]
+    return [
+        system, f"{one['requests_s']:.2f}", f"{one['answer_tokens_s']:.0f}",
+        f"{one['hit_tokens'] / one['asked_tokens']:.1%}",
+        f"{one['other_hit_tokens'] / max(1, one['hit_tokens']):.1%}",
+        report.ms(one["ttft_p50_s"]), report.ms(one["ttft_p95_s"]), one["failed"], f"{same[0]}/{same[1]}",
+        *one["blocks"].values(),
+    ]  # fmt: skip
+
+
+def is_good(system: str, one: Found) -> bool:
+    """Return whether no request failed, and whether kvtier's loaded blocks were compared and none differs."""
+    blocks = one["blocks"]
+    is_right = system != "kvtier" or (blocks["equal"] and not blocks["wrong"])
+    return bool(is_right and not one["failed"] and not one["facts"]["failed_engines"])
+
+
+def run_system(setup: EngineSetup, options: argparse.Namespace, system: str) -> None:
+    setup.clear(system)
+    with ExitStack() as stack:
+        url = stack.enter_context(redis(options.redis, options.logs)) if system == "kvtier" else ""
+        if system == "native":
+            data, capacity = setup.folder / system, int(options.capacity_gib * 2**30)
+            stack.callback(Sampler(lambda: trim(data, capacity), TRIM_S).close)
+        began = time.monotonic()
+        trial = TwoEnginesTrial(setup, options, system, url)
+        try:
+            trial.run()
+        except EngineFailed as error:
+            print(f"{system}: {error}", flush=True)
+        finally:
+            trial.stop()
+        stored = stored_bytes(setup.folder / system)
+        print(f"{system}: {time.monotonic() - began:.0f} s, {stored / 1e9:.1f} GB are stored", flush=True)
+    setup.clear(system)
+
+
+def main() -> int:
+    made = parser("gpu.two_engines", __doc__, 240.0)
+    add_timed_engine(made, 0.7)
+    made.add_argument("--systems", default="kvtier,none,native", help="separated by commas")
+    made.add_argument("--seconds", type=float, default=600.0, help="of each system, starts left out")
+    made.add_argument("--redis", type=Path, help="folder with redis-server, if it is not installed")
+    made.add_argument("--capacity-gib", type=float, default=100.0, help="of the tier on --folder")
+    made.add_argument("--records", type=Path, default=Path("/tmp/bench/two-engines"))
+    options = made.parse_args()
+    setup = EngineSetup.timed(options)
+    setup = replace(setup, llm=setup.llm | (TINY_ENGINE if options.tiny else ENGINE))
+    setup.extra["capacity_bytes"] = int(options.capacity_gib * 2**30)
+    options.logs.mkdir(parents=True, exist_ok=True)
+    for system in options.systems.split(","):
+        run_system(setup, options, system)
+    chunk = int(setup.extra.get("chunk_tokens", 256))
+    folders = {path.parent.name: path.parent for path in sorted(options.records.glob("*/facts.json"))}
+    found = {system: figures(folder, chunk) for system, folder in folders.items()}
+    given = {system: answers(folder) for system, folder in folders.items()}
+    for system, one in found.items():
+        again = answers(folders["none"] / "again.jsonl") if system == "none" else given[system]
+        one["same_answers"] = same_answers(again, given.get("none", {}))
+    report.write(options.out, QUESTION, {"mix": TINY_MIX if options.tiny else MIX, "systems": found}, "redis")
+    report.table(COLUMNS, [row_of(system, one) for system, one in found.items()])
+    for system, one in found.items():
+        facts, away = one["facts"], one["facts"]["away_s"]
+        gone = "never" if away is None else f"{away:.0f} s later"
+        print(
+            f"{system}: b was killed with {facts['lost']} requests and back {gone}; after it a took "
+            f"{one['after_kill_a']} requests, b {one['after_restart_b']}; {one['failed_loads']} loads failed"
+        )
+    ran = options.systems.split(",")
+    good = all(system in found and is_good(system, found[system]) for system in ran)
+    print("GOOD" if good else "NOT GOOD")
+    return int(not good)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
