@@ -66,7 +66,10 @@ def redis(folder: Path | None, logs: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = ["redis-server" if folder is None else str(folder / "redis-server"), "--port", str(port)]
+    words = ["redis-server", "--port", str(port)]
+    if folder is not None:
+        words[0] = str(folder / words[0])
+        Path(words[0]).chmod(0o755)  # a transfer may lose it
     words += ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(logs)]
     environment = os.environ | ({} if folder is None else {"LD_LIBRARY_PATH": str(folder)})
     process = launch(words, logs / "redis.log", environment)
@@ -298,7 +301,9 @@ def main() -> int:
     add_timed_engine(made, 0.7)
     made.add_argument("--systems", default="kvtier,none,native", help="separated by commas")
     made.add_argument("--seconds", type=float, default=600.0, help="of each system, starts left out")
-    made.add_argument("--redis", type=Path, help="folder with redis-server, if it is not installed")
+    made.add_argument(
+        "--redis", type=lambda text: Path(text).resolve(), help="folder with redis-server, if it is not installed"
+    )
     made.add_argument("--capacity-gib", type=float, default=100.0, help="of the tier on --folder")
     made.add_argument("--records", type=Path, default=Path("/tmp/bench/two-engines"))
     options = made.parse_args()
