@@ -124,7 +124,8 @@ class ToHost:
 
 def pinned(n_words: int) -> torch.Tensor:
     """(n_words,) int64 of pinned memory, as it happens to be."""
-    return torch.empty(max(TABLE_WORDS, n_words), dtype=torch.int64, pin_memory=True)[:n_words]
+    with torch.inference_mode(False):  # an engine's thread may ask, and the loop's thread writes to it later
+        return torch.empty(max(TABLE_WORDS, n_words), dtype=torch.int64, pin_memory=True)[:n_words]
 
 
 def pin_tables(device: torch.device) -> None:

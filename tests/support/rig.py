@@ -163,9 +163,10 @@ class Engine:
             return []
         done: list[SaveDone] = []
         for transfer in self.transfers:
-            transfer.save(plan)
-            assert transfer.drain(20)
-            done += transfer.poll().saves
+            with torch.inference_mode():  # as vLLM calls the connector; the loop's thread is outside of it
+                transfer.save(plan)
+                assert transfer.drain(20)
+                done += transfer.poll().saves
         self.store.saved(done)
         return done
 
@@ -183,9 +184,10 @@ class Engine:
         plan = self.store.plan_load(f"r{random.random()}", keys[:n], entries, blocks, computed - first * size)
         done: list[LoadDone] = []
         for transfer in self.transfers:
-            transfer.load(plan)
-            assert transfer.drain(20)
-            done += transfer.poll().loads
+            with torch.inference_mode():
+                transfer.load(plan)
+                assert transfer.drain(20)
+                done += transfer.poll().loads
         return n, done
 
     def blocks(self, block_ids: Sequence[int]) -> list[torch.Tensor]:
