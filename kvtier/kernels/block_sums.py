@@ -20,6 +20,11 @@ PAGES = 16  # of a program
 SOURCES = ("device_block_sums.py", "device_checksum.py")
 
 
+def is_compiled(device: torch.device, stored: OwnFiles) -> bool:
+    """Return whether the kernel is among those stored for a CUDA device."""
+    return device.type == "cuda" and stored.path(_key(_capability(device))).exists()
+
+
 def device_code(capability: int, stored: OwnFiles | None) -> DeviceCode:
     """Return the kernel for a compute capability, such as 90: one that was stored, else a new one, which is stored.
 
@@ -37,6 +42,11 @@ def device_code(capability: int, stored: OwnFiles | None) -> DeviceCode:
     if stored is not None:
         stored.put(key, code.pack())
     return code
+
+
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def _key(capability: int) -> str:
@@ -71,8 +81,7 @@ class BlockSums:
         self._parts = -(-int(pieces[:, 2].max(initial=0)) // (PAGES * PAIRS_PER_PAGE))
         self._kernel: DeviceKernel | None = None
         if device.type == "cuda":
-            major, minor = torch.cuda.get_device_capability(device)
-            code = device_code(10 * major + minor, stored)
+            code = device_code(_capability(device), stored)
             with on_device(device):
                 self._kernel = DeviceKernel(code)
                 torch.cuda.current_stream(device).synchronize()  # another thread launches, maybe on another stream

@@ -20,14 +20,14 @@ from kvtier.errors import TierUnavailable
 from kvtier.format.checksum import slab_seed
 from kvtier.io import ranges
 from kvtier.io.ranges import RangeProgress
-from kvtier.kernels.block_sums import BlockSums
+from kvtier.kernels.block_sums import BlockSums, is_compiled
 from kvtier.runtime.threads import begin
 from kvtier.storage.own_files import FOLDER, OwnFiles
 from kvtier.weights.copies import Table
 
 log = logging.getLogger("kvtier")
 
-# Bytes to sum from which on it pays to compile or load the kernel while they are read: 0.1 s of reading.
+# Bytes to sum from which on it pays to compile the kernel while they are read.
 FIRST_BYTES_MIN = 4 << 30
 KERNELS = OwnFiles(FOLDER / "kernels", "kernel", b"KVTKERN1")
 PAIR_BYTES = 8  # of the checksum; the kernel loads pairs
@@ -161,6 +161,6 @@ def begin_sums(
         return None
     blocks = whole_blocks(table, places, np.array(sizes, np.int64))
     n_bytes = PAIR_BYTES * int(blocks.pieces[:, 2].sum())
-    if n_bytes < (1 if _works.get(device) else FIRST_BYTES_MIN):
+    if n_bytes < (1 if _works.get(device) or is_compiled(device, KERNELS) else FIRST_BYTES_MIN):
         return None
     return DeviceSums(blocks, device)
