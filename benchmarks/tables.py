@@ -294,9 +294,8 @@ def kernels() -> Lines:
     ]
 
 
-@table
-def weights_rate() -> Lines:
-    result = read("gpu/weights_rate")
+def loader_rows(result: Result, ceiling: float) -> Lines:
+    """Return a row for each model and loader. ceiling: bytes/s of copies from pinned memory."""
     cells = []
     for model, found in result["models"].items():
         for loader, runs in found["runs"].items():
@@ -306,14 +305,48 @@ def weights_rate() -> Lines:
                     f"{model}, {found['tensors']:,} tensors, {found['bytes'] / 1e9:.1f} GB",
                     loader,
                     f"{median(times):.3f} ({times[0]:.3f}-{times[-1]:.3f})",
-                    f"{found['bytes'] / median(times) / result['ceilings']['h2d_bytes_s']:.0%}",
+                    f"{found['bytes'] / median(times) / ceiling:.0%}",
                     f"{median(run['cpu_s'] for run in runs):.1f}",
                     f"{max(run['host_bytes'] for run in runs) / 2**20:,.0f}",
                 ]
             )
+    return rows(["model", "loader", "s, median (all)", "of PCIe", "CPU s", "host MiB"], cells)
+
+
+@table
+def weights_rate() -> Lines:
+    result = read("gpu/weights_rate")
     return [
-        f"**Weights from tmpfs into GPU memory** (`gpu.weights_rate`, {source(result)}; a fresh process each):",
-        *rows(["model", "loader", "s, median (all)", "of PCIe", "CPU s", "host MiB"], cells),
+        f"**Weights from tmpfs into GPU memory** (`gpu.weights_rate`, {source(result)}; kvtier with 16 threads; "
+        "a fresh process each):",
+        *loader_rows(result, result["ceilings"]["h2d_bytes_s"]),
+    ]
+
+
+@table
+def weights_threads() -> Lines:
+    result = read("gpu/weights_threads")
+    return [
+        f"**Threads and buffers** (`gpu.weights_rate`, {source(result)}, of which 16 were used; `@12x2x4`: 12 threads "
+        "with 2 buffers of 4 MiB, without it 16 threads):",
+        *loader_rows(result, result["ceilings"]["h2d_bytes_s"]),
+    ]
+
+
+@table
+def weights_two_ranks() -> Lines:
+    result = read("gpu/weights_two_ranks")
+    cells = []
+    for arm, found in result["figures"].items():
+        last = median(found["last_s"])
+        rates = [rate / 1e9 for rate in found["rank_bytes_s"]]
+        equal = "equal" if found["equal"] else "DIFFER"
+        cells.append([arm, f"{median(rates):.1f}", f"{last:.3f}", f"{found['spread']:.1%}", equal])
+    files = result["files"]
+    return [
+        f"**Weights on two ranks** (`run_h200.sh two-weights`, {source(result)}; 70B's dimensions with "
+        f"{files['layers']} layers, {files['bytes'] / 1e9:.0f} GB, TP=2, from tmpfs; kvtier with 16 threads a rank):",
+        *rows(["load", "GB/s a rank", "last rank, s", "spread", "sums of parameters"], cells),
     ]
 
 

@@ -126,19 +126,13 @@ def parameters_of(tensors: list[PlacedTensor]) -> dict[str, int]:
 
 def make(folder: Path, model: WeightShapes) -> list[Path]:
     """Write the checkpoint unless it is there. Return its files."""
-    tensors = tensors_of(model)
-    paths = [folder / f"model-{n + 1:05}-of-{model.files:05}.safetensors" for n in range(model.files)]
+    shards = _shards(model)
+    paths = [folder / f"model-{n + 1:05}-of-{len(shards):05}.safetensors" for n in range(len(shards))]
     if (folder / "made").exists():
         return paths
     folder.mkdir(parents=True, exist_ok=True)
     values = np.random.default_rng(0).standard_normal(RANDOM_BYTES // 2, np.float32)
     content = np.tile((values.view(np.uint32) >> 16).astype(np.uint16), 2).tobytes()  # bf16
-    share = sum(tensor.elements for tensor in tensors) / model.files
-    shards: list[list[tuple[int, PlacedTensor]]] = [[] for _ in paths]
-    done = 0
-    for number, tensor in enumerate(tensors):
-        shards[min(model.files - 1, int(done / share))].append((number, tensor))
-        done += tensor.elements
 
     def write(path: Path, shard: list[tuple[int, PlacedTensor]]) -> None:
         with path.open("wb", buffering=0) as file:
@@ -149,6 +143,18 @@ def make(folder: Path, model: WeightShapes) -> list[Path]:
         list(pool.map(write, paths, shards))
     (folder / "made").touch()
     return paths
+
+
+def _shards(model: WeightShapes) -> list[list[tuple[int, PlacedTensor]]]:
+    """Return the numbered tensors of each file. No file is empty: InstantTensor refuses it."""
+    tensors = tensors_of(model)
+    share = sum(tensor.elements for tensor in tensors) / model.files
+    shards: list[list[tuple[int, PlacedTensor]]] = [[] for _ in range(model.files)]
+    done = 0
+    for number, tensor in enumerate(tensors):
+        shards[min(model.files - 1, int(done / share))].append((number, tensor))
+        done += tensor.elements
+    return [shard for shard in shards if shard]
 
 
 def _pieces(file: FileIO, shard: list[tuple[int, PlacedTensor]]) -> Iterator[tuple[int, int, int]]:

@@ -20,16 +20,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -122,8 +122,6 @@ def child(options: argparse.Namespace) -> int:
         if "COPY=0" in options.child:
             without_copies(peer)
     is_ours, device = name.startswith("kvtier"), "cpu" if options.tiny else "cuda"
-    if is_ours and find_spec("triton"):
-        import_module("kvtier.kernels.device_block_sums")  # else the reader's thread does it, within the time
     plans = str(options.folder.parent / "plans") if "stored" in name else False
     extra = {"plan_cache": plans} if is_ours else {}
     load = LoadConfig(
@@ -162,6 +160,14 @@ def child(options: argparse.Namespace) -> int:
 # --- the parent ---
 
 
+def _free_port() -> int:
+    """Return a port below those that the kernel gives out, which NCCL could take until the ranks come to it."""
+    while True:
+        with suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", random.randrange(20_000, 30_000)))
+            return int(free.getsockname()[1])
+
+
 class WaitingRanks:
     """Both ranks of an arm, which import what they need and wait. Arms of a turn import at the same time."""
 
@@ -198,9 +204,7 @@ class WaitingRanks:
     def run(self) -> Found:
         """Let both load. Return {"ranks": their figures} or {"failed"}."""
         part = self._go.with_suffix(".part")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            part.write_text(str(free.getsockname()[1]))
+        part.write_text(str(_free_port()))
         part.rename(self._go)
         deadline = time.monotonic() + LIMIT_S
         while any(process.poll() is None for process in self._processes):

@@ -21,8 +21,9 @@ import numpy.typing as npt
 from kvtier.errors import TierUnavailable
 from kvtier.io.native import Message, library, quick
 
-# H200, PCIe Gen5, tmpfs: 51 GB/s with 16 threads x 2 slots of 4 MiB; as small a ring stays in the last-level cache.
-THREADS, SLOTS, PIECE_BYTES = 16, 2, 4 << 20
+# The fastest of those tried on an H200 with PCIe Gen5 and 16 cores, from tmpfs (benchmarks/results/gpu/
+# weights_threads.json): more threads take cores from each other, more slots no longer fit into the last-level cache.
+THREADS, SLOTS, PIECE_BYTES = 12, 2, 4 << 20
 # Bytes of a file that one checksum covers: `slab_checksum` under `slab_seed(SEED_KEY, 0, 0)`, the last block padded
 # with zeros to whole pairs.
 BLOCK_BYTES = 1 << 20

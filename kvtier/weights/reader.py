@@ -46,7 +46,7 @@ class ReadReport:
 class WeightReader:
     """Reads ranges of files into tensors on the CPU and on one CUDA device. Keeps threads' buffers between reads.
 
-    At most 128 MiB of host memory beside the targets; pinned where a target is on a device. Not thread-safe.
+    At most 96 MiB of host memory beside the targets; pinned where a target is on a device. Not thread-safe.
     """
 
     def __init__(self, *, stall_s: float = STALL_S, progress: Callable[[int], object] | None = None) -> None:

@@ -176,7 +176,7 @@ print(int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """A load takes 128 MiB of buffers beside its targets, however large the files are."""
+    """A load takes 96 MiB of buffers beside its targets, however large the files are."""
     for name, n_bytes in (("small", 4096), ("large", 1 << 30)):
         (tmp_path / name).touch()
         os.truncate(tmp_path / name, n_bytes)
