@@ -89,14 +89,17 @@ def slab_bytes(codec: Codec, geometry: Geometry, extent: Extent) -> int:
     return padded(codec.layers_bytes(geometry, range(extent.first_layer, extent.end_layer)))
 
 
-class Movers:
-    """A codec's movers, by the pages that they are for. A mover keeps its PagedKV, so that its id is not another's."""
+class BaseCodec:
+    """Base of the codecs: a mover for each engine's pages. It keeps its PagedKV, so that the id is not another's."""
+
+    version = 1
+    seed = 0
 
     def __init__(self) -> None:
-        self._by_pages: dict[int, Mover] = {}
+        self._movers: dict[int, Mover] = {}
 
-    def add(self, pages: PagedKV, mover: Mover) -> None:
-        self._by_pages[id(pages)] = mover
+    def encode(self, pages: PagedKV, moves: Sequence[Move]) -> Encoded | None:
+        return self._movers[id(pages)].encode(moves)
 
-    def of(self, pages: PagedKV) -> Mover:
-        return self._by_pages[id(pages)]
+    def decode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
+        self._movers[id(pages)].decode(moves)

@@ -1,10 +1,11 @@
 """Launches of the codecs' kernels: moves are checked, put together into launches, and passed to the device.
 
-A codec's mover (kvtier.codecs.base) hands over what launches its kernels; verdicts and sums come back from here.
+A codec's mover is a CodedPages that launches its kernels.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ class Group(NamedTuple):
     places: list[int]
 
 
-NOTHING = Group(Patch(0, 0, 0, 0, 0), 0, 0, [])  # to compile and load a kernel with
+_NOTHING = Group(Patch(0, 0, 0, 0, 0), 0, 0, [])  # to compile and load a kernel with
 
 
 class _GroupAnswers(NamedTuple):
@@ -69,8 +70,8 @@ class PendingVerdicts:
         return verdicts
 
 
-class CodedPages:
-    """Pages of bf16 or fp16 that a codec's kernels read and fill. Keeps their tensors alive. Thread-safe.
+class CodedPages(ABC):
+    """kvtier.codecs.base.Mover over pages of bf16 or fp16. Keeps their tensors alive. Thread-safe.
 
     planes: (layers * 2 * 4,) int64 on `device`: kvtier.kernels.move_table.PageTable.planes.
     """
@@ -85,20 +86,29 @@ class CodedPages:
         self._table = PageTable(pages)
         if self._table.bits % _ALIGNMENT:
             raise ValueError(f"pages' addresses and strides are not all multiples of {_ALIGNMENT} bytes")
-        self._pages, self._slabs, self._held = pages, slabs, held
+        self._pages, self._slabs, self.held = pages, slabs, held
+        self.tokens, self.block_tokens = slabs.tokens, pages.block_tokens
         self.is_bf16 = k.dtype == torch.bfloat16
         self.device = k.device
         pin_tables(self.device)
         with on_device(self.device):
             self.planes = to_device(self._table.planes.reshape(-1), self.device)
 
-    def encode(
-        self, moves: Sequence[Move], launch: Callable[[Group, torch.Tensor, torch.Tensor], None]
-    ) -> PendingVerdicts:
-        """Blocks -> slabs, on torch's current stream.
+    @abstractmethod
+    def launch_encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
+        """Launch the encoding of a group on torch's current stream.
 
-        launch: of a group, its table (moves, 2 + n_blocks + heads) int64: address of the slabs, position, block ids,
-        seeds; and its answers (moves, heads + 1) int64, zeros, where sums of slabs are added up and refusals marked.
+        table: (moves, 2 + n_blocks + heads) int64: address of the slabs, position, block ids, seeds. answers: (moves,
+        heads + 1) int64, zeros, where sums of slabs are added up and refusals marked.
+        """
+
+    @abstractmethod
+    def launch_decode(self, group: Group, table: torch.Tensor) -> None:
+        """Launch the decoding of a group. table: (moves, 2 + n_blocks) int64: address of the slabs, first block, block
+        ids."""
+
+    def encode(self, moves: Sequence[Move]) -> PendingVerdicts:
+        """Blocks -> slabs, on torch's current stream; padding is left as it is, and summed as it is.
 
         Sums are given for moves that fill all layers of their slabs. Raises ValueError, having launched nothing, when
         blocks, patches or slabs are out of range.
@@ -108,36 +118,32 @@ class CodedPages:
         with on_device(self.device):
             for group, table in groups:
                 values = torch.zeros(len(group.places), group.patch.n_heads + 1, dtype=torch.int64, device=self.device)
-                launch(group, to_device(table.reshape(-1), self.device), values)
+                self.launch_encode(group, to_device(table.reshape(-1), self.device), values)
                 is_whole = padded(self._end(group.patch)) == group.slab_bytes and group.patch.slab_layer == 0
                 answers.append(_GroupAnswers(values, group.places, is_whole))
             return PendingVerdicts(answers, list(moves), self.device)
 
-    def decode(self, moves: Sequence[Move], launch: Callable[[Group, torch.Tensor], None]) -> None:
+    def decode(self, moves: Sequence[Move]) -> None:
         """Slabs -> blocks, but for those before each move's `first_block`, on torch's current stream. Raises as
-        `encode` does.
-
-        launch: of a group and its table (moves, 2 + n_blocks) int64: address of the slabs, first block, block ids.
-        """
+        `encode` does."""
         groups = [(group, self._rows_of(group, moves, False)) for group in self._groups(moves)]
         with on_device(self.device):
             for group, table in groups:
-                launch(group, to_device(table.reshape(-1), self.device))
+                self.launch_decode(group, to_device(table.reshape(-1), self.device))
 
-    def prepare(self, launches: Callable[[torch.Tensor], None]) -> None:
-        """Compiles and loads all kernels, by launches of nothing: not for an engine's thread between forwards. Waits
-        for all tables, because others than the current stream will read them.
-
-        launches: of NOTHING, all there are, with one int64 on the device for whatever tables they want.
-        """
+    def prepare(self) -> None:
+        """Compiles and loads both kernels, by launches of nothing: not for an engine's thread between forwards. Waits
+        for all tables, because others than the current stream will read them."""
         with on_device(self.device):
-            launches(torch.zeros(1, dtype=torch.int64, device=self.device))
+            table = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self.launch_encode(_NOTHING, table, table)
+            self.launch_decode(_NOTHING, table)
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
 
     def first_layer(self, patch: Patch) -> int:
         """Return the number within the model of a patch's first layer."""
-        return self._held.first_layer + patch.page_layer
+        return self.held.first_layer + patch.page_layer
 
     def _start(self, patch: Patch) -> int:
         """Return the byte of a slab at which the patch's first layer begins."""
@@ -149,7 +155,7 @@ class CodedPages:
         return self._slabs.n_bytes(range(first - patch.slab_layer, first + patch.n_layers))
 
     def _groups(self, moves: Sequence[Move]) -> list[Group]:
-        n_blocks = self._slabs.tokens // self._pages.block_tokens
+        n_blocks = self.tokens // self.block_tokens
         groups = []
         for each in alike(moves):
             if each.n_blocks != n_blocks:
@@ -171,6 +177,6 @@ class CodedPages:
         if not with_seeds:
             return table
         table[:, 1] = [move.position for move in moves]
-        begin, head = self.first_layer(patch) - patch.slab_layer, self._held.first_head + patch.page_head
+        begin, head = self.first_layer(patch) - patch.slab_layer, self.held.first_head + patch.page_head
         seeds = slab_seeds(b"".join([move.key for move in moves]), head, patch.n_heads, begin)
         return np.concatenate([table, seeds.view(np.int64)], axis=1)

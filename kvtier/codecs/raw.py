@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.codecs.bands import BandedPages, Copier
-from kvtier.codecs.base import Encoded, Movers
+from kvtier.codecs.base import BaseCodec
 from kvtier.format.geometry import Extent, Geometry
 from kvtier.kernels.host import HostPages
 from kvtier.kernels.paged import Move, PagedKV
 
 
-class RawCodec:
+class RawCodec(BaseCodec):
     """Moves bytes as they are: natively in host memory, with Triton kernels on CUDA."""
 
     name = "raw"
-    version = 1
-    seed = 0
-
-    def __init__(self) -> None:
-        self._movers = Movers()
 
     def check(self, geometry: Geometry) -> None:
         """All bytes are alike."""
@@ -31,13 +26,7 @@ class RawCodec:
         # Pages that are alike are not enough: records of other cuts may begin with layers that are not.
         is_alike = geometry.plain is None
         copier = _make_copier(pages) if is_alike else BandedPages(pages, geometry, held, _make_copier)
-        self._movers.add(pages, _RawMover(copier))
-
-    def encode(self, pages: PagedKV, moves: Sequence[Move]) -> Encoded | None:
-        return self._movers.of(pages).encode(moves)
-
-    def decode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
-        self._movers.of(pages).decode(moves)
+        self._movers[id(pages)] = _RawMover(copier)
 
 
 class _RawMover:

@@ -34,7 +34,7 @@ def encode(codec: Codec, pages: PagedKV, times: int) -> WatchedMover:
         encoded = codec.encode(pages, [Move(Patch(0, 0, LAYERS, 0, HEADS), (2, 0, 3, 1), slabs)])
         assert encoded is not None
         assert [verdict.is_refused for verdict in encoded.wait()] == [False]
-    mover = codec._movers.of(pages)  # type: ignore[attr-defined]
+    mover = codec._movers[id(pages)]  # type: ignore[attr-defined]
     assert isinstance(mover, WatchedMover)
     return mover
 
@@ -72,4 +72,4 @@ def test_what_is_refused_is_not_compared() -> None:
     slabs = torch.zeros(HEADS, padded(codec.layers_bytes(GEOMETRY, range(LAYERS))), dtype=torch.uint8)
     encoded = codec.encode(pages, [Move(Patch(0, 0, LAYERS, 0, HEADS), (2, 0, 3, 1), slabs)])
     assert encoded is not None and encoded.wait()[0].is_refused
-    assert codec._movers.of(pages).heads_compared == 0  # type: ignore[attr-defined]
+    assert codec._movers[id(pages)].heads_compared == 0  # type: ignore[attr-defined]

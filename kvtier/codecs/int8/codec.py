@@ -29,16 +29,15 @@ Refused: a chunk with NaN, or an element whose magnitude is 2^50 or more.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from kvtier.codecs.base import Encoded, Mover, Movers
+from kvtier.codecs.base import BaseCodec, Mover
 from kvtier.codecs.error_watch import Sampled, WatchedMover
 from kvtier.codecs.vectors import EncodedLayer, VectorPages, check_vectors
 from kvtier.format.geometry import Extent, Geometry
-from kvtier.kernels.paged import Move, PagedKV
+from kvtier.kernels.paged import PagedKV
 
 log = logging.getLogger("kvtier")
 
@@ -48,15 +47,10 @@ SCALE_MIN, ELEMENT_MAX = 2.0**-50, 2.0**50  # kernels invert scales between 2^-6
 RAW_TOKENS = 1  # tokens at the start of a chunk that are stored as they are
 
 
-class Int8Codec:
+class Int8Codec(BaseCodec):
     """The torch reference in host memory, with Triton kernels on CUDA: the same bytes."""
 
     name = "int8"
-    version = 1
-    seed = 0
-
-    def __init__(self) -> None:
-        self._movers = Movers()
 
     def check(self, geometry: Geometry) -> None:
         check_vectors(self.name, geometry)
@@ -67,13 +61,7 @@ class Int8Codec:
     def prepare(self, pages: PagedKV, geometry: Geometry, held: Extent) -> None:
         coder = Int8Coder(geometry.chunk_tokens, geometry.k_head_size, geometry.v_head_size)
         mover = _make_mover(pages, coder, held)
-        self._movers.add(pages, WatchedMover(mover, self.name, coder, Sampled(pages, held)))
-
-    def encode(self, pages: PagedKV, moves: Sequence[Move]) -> Encoded | None:
-        return self._movers.of(pages).encode(moves)
-
-    def decode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
-        self._movers.of(pages).decode(moves)
+        self._movers[id(pages)] = WatchedMover(mover, self.name, coder, Sampled(pages, held))
 
 
 class Int8Coder:

@@ -5,16 +5,15 @@ The same bytes as the reference (kvtier.codecs.int8.codec). All chunks, layers a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from kvtier.codecs.coded_pages import NOTHING, CodedPages, Group, PendingVerdicts, SlabShape
+from kvtier.codecs.coded_pages import CodedPages, Group, SlabShape
 from kvtier.codecs.int8.chunks import Int8ChunkShape, PlaneShape, decode_chunks, encode_chunks
 from kvtier.format.checksum import PAIRS_PER_PAGE
 from kvtier.format.geometry import Extent
-from kvtier.kernels.paged import Move, PagedKV
+from kvtier.kernels.paged import PagedKV
 
 _ELEMENTS, _TOKENS = 8, 16  # units of the sizes of heads and of chunks: vectors and planes of codes are aligned then
 
@@ -31,9 +30,7 @@ ENCODE_TILINGS = (Int8Tiling(8192, 8), Int8Tiling(4096, 4), Int8Tiling(4096, 8),
 DECODE_TILINGS = (Int8Tiling(4096, 4), Int8Tiling(8192, 4), Int8Tiling(8192, 8), Int8Tiling(4096, 2))
 
 
-class CudaInt8:
-    """kvtier.codecs.base.Mover. Keeps the pages' tensors alive. Thread-safe."""
-
+class CudaInt8(CodedPages):
     def __init__(
         self,
         pages: PagedKV,
@@ -52,27 +49,15 @@ class CudaInt8:
                 f"heads of {sizes} elements, chunks of {slabs.tokens} tokens: the kernels take multiples of {_ELEMENTS}"
                 f" and {_TOKENS}"
             )
-        self._pages = CodedPages(pages, slabs, held)
-        self._block_tokens, self._tokens = pages.block_tokens, slabs.tokens
+        super().__init__(pages, slabs, held)
         self._k, self._v = (PlaneShape(size, max(64, 1 << (size - 1).bit_length())) for size in sizes)
         self._tilings = (encode_tiling, decode_tiling)
-        self._pages.prepare(self._launch_nothing)
+        self.prepare()
 
-    def encode(self, moves: Sequence[Move]) -> PendingVerdicts:
-        """Blocks -> slabs, on torch's current stream; padding is left as it is, and summed as it is.
-
-        Sums and errors: see kvtier.codecs.coded_pages.CodedPages.encode.
-        """
-        return self._pages.encode(moves, self._encode)
-
-    def decode(self, moves: Sequence[Move]) -> None:
-        """Slabs -> blocks, but for those before each move's `first_block`, on torch's current stream."""
-        self._pages.decode(moves, self._decode)
-
-    def _encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
+    def launch_encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
         tiling, patch = self._tilings[0], group.patch
         encode_chunks[(patch.n_heads, patch.n_layers, len(group.places))](
-            self._pages.planes,
+            self.planes,
             table,
             answers,
             patch.page_layer,
@@ -87,10 +72,10 @@ class CudaInt8:
             enable_fp_fusion=False,
         )
 
-    def _decode(self, group: Group, table: torch.Tensor) -> None:
+    def launch_decode(self, group: Group, table: torch.Tensor) -> None:
         tiling, patch = self._tilings[1], group.patch
         decode_chunks[(patch.n_heads, patch.n_layers, len(group.places))](
-            self._pages.planes,
+            self.planes,
             table,
             patch.page_layer,
             patch.page_head,
@@ -103,15 +88,11 @@ class CudaInt8:
             enable_fp_fusion=False,
         )
 
-    def _launch_nothing(self, table: torch.Tensor) -> None:
-        self._encode(NOTHING, table, table)
-        self._decode(NOTHING, table)
-
     def _shape(self, tiling: Int8Tiling) -> Int8ChunkShape:
         rows = max(1, tiling.elements // max(self._k.padded, self._v.padded))
-        return Int8ChunkShape(self._tokens, self._block_tokens, self._pages.is_bf16, rows, self._is_fast)
+        return Int8ChunkShape(self.tokens, self.block_tokens, self.is_bf16, rows, self._is_fast)
 
     @property
     def _is_fast(self) -> bool:
-        device = self._pages.device  # on the CPU it is interpreted, for tests
+        device = self.device  # on the CPU it is interpreted, for tests
         return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 
-from kvtier.codecs.base import Encoded, Mover, Movers
+from kvtier.codecs.base import BaseCodec, Mover
 from kvtier.codecs.transform.reference import PlaneCoder, decode_layer, encode_layer, layer_bytes
 from kvtier.codecs.transform.table import HEAD_SIZES, KEY, PRESET_BITS, PlaneTable, TransformTable
 from kvtier.codecs.vectors import EncodedLayer, VectorPages, check_vectors
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Extent, Geometry
-from kvtier.kernels.paged import Move, PagedKV
+from kvtier.kernels.paged import PagedKV
 
 
-class TransformCodec:
+class TransformCodec(BaseCodec):
     """The torch reference in host memory, with Triton kernels on CUDA: the same bytes."""
-
-    version = 1
-    seed = 0
 
     def __init__(self, preset: str, table: TransformTable | None) -> None:
         """preset: of PRESET_BITS. table: None only to learn sizes."""
+        super().__init__()
         self.name = f"{preset}+{table.hash}" if table else preset
         self._preset = preset
         self._table = table
-        self._movers = Movers()
 
     def check(self, geometry: Geometry) -> None:
         check_vectors(self._preset, geometry, HEAD_SIZES)
@@ -53,15 +49,9 @@ class TransformCodec:
             raise ConfigError(KEY, None, f"codec {self._preset} needs one: kvtier calibrate MODEL --out FILE")
         coder = TransformCoder(self._table, held, geometry.chunk_tokens, torch.device("cpu"))
         try:
-            self._movers.add(pages, _make_mover(pages, coder, held, self._table))
+            self._movers[id(pages)] = _make_mover(pages, coder, held, self._table)
         except ValueError as fault:
             raise ConfigError("codec", self._preset, f"{fault}: set it to raw") from fault
-
-    def encode(self, pages: PagedKV, moves: Sequence[Move]) -> Encoded | None:
-        return self._movers.of(pages).encode(moves)
-
-    def decode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
-        self._movers.of(pages).decode(moves)
 
 
 class TransformCoder:

@@ -13,12 +13,11 @@ rounding. All chunks, layers and heads, K and V, are one launch. The kernels' ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from kvtier.codecs.coded_pages import NOTHING, CodedPages, Group, PendingVerdicts, SlabShape
+from kvtier.codecs.coded_pages import CodedPages, Group, SlabShape
 from kvtier.codecs.transform.chunks import TransformPlane, TransformShape, decode_chunks, encode_chunks
 from kvtier.codecs.transform.curve import CURVES
 from kvtier.codecs.transform.reference import PlaneCoder, angles
@@ -26,7 +25,7 @@ from kvtier.codecs.transform.table import GROUP, PlaneTable, TransformTable
 from kvtier.format.checksum import PAIRS_PER_PAGE
 from kvtier.format.geometry import Extent
 from kvtier.kernels.launch import on_device
-from kvtier.kernels.paged import Move, PagedKV
+from kvtier.kernels.paged import PagedKV
 
 PLACES_MAX = 4096  # chunks of a prompt whose angles are kept; later ones are refused
 
@@ -41,9 +40,7 @@ class TransformTiling(NamedTuple):
 TILING = TransformTiling(4096, 4)  # not measured yet
 
 
-class CudaTransform:
-    """kvtier.codecs.base.Mover. Keeps the pages' tensors alive. Thread-safe."""
-
+class CudaTransform(CodedPages):
     def __init__(
         self,
         pages: PagedKV,
@@ -57,9 +54,9 @@ class CudaTransform:
 
         Raises ValueError for pages that are not bf16 or fp16, or not aligned to 16 bytes.
         """
-        self._pages = CodedPages(pages, slabs, held)
-        self._held, self._tiling = held, tiling
-        device = self._pages.device
+        super().__init__(pages, slabs, held)
+        self._tiling = tiling
+        device = self.device
         sizes = [plane.shape[3] for plane in pages.layers[0].planes]
         self._k, self._v = (
             TransformPlane(size, max(32, _power_of_two(size // 2)), _power_of_two(size), number == 0)
@@ -67,7 +64,7 @@ class CudaTransform:
         )
         rows = max(16, tiling.elements // max(self._k.padded, self._v.padded))
         fast = device.type == "cuda"  # on the CPU it is interpreted, for tests
-        self._shape = TransformShape(slabs.tokens, pages.block_tokens, self._pages.is_bf16, rows, places, fast)
+        self._shape = TransformShape(slabs.tokens, pages.block_tokens, self.is_bf16, rows, places, fast)
         layers = slice(held.first_layer, held.end_layer)
         row_bytes = table.row_bytes[layers, 0].int()
         unique, bases = torch.unique(table.frequencies[layers], dim=0, return_inverse=True)
@@ -88,23 +85,12 @@ class CudaTransform:
                 [tuple(x.contiguous().to(device) for x in (part[which], part.numbers, part.whole)) for part in parts]
                 for which in (0, 1)
             )
-        self._pages.prepare(self._launch_nothing)
+        self.prepare()
 
-    def encode(self, moves: Sequence[Move]) -> PendingVerdicts:
-        """Blocks -> slabs, on torch's current stream; padding is left as it is, and summed as it is.
-
-        Sums and errors: see kvtier.codecs.coded_pages.CodedPages.encode.
-        """
-        return self._pages.encode(moves, self._encode)
-
-    def decode(self, moves: Sequence[Move]) -> None:
-        """Slabs -> blocks, but for those before each move's `first_block`, on torch's current stream."""
-        self._pages.decode(moves, self._decode)
-
-    def _encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
+    def launch_encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
         patch = group.patch
         encode_chunks[(patch.n_heads, patch.n_layers, len(group.places))](
-            self._pages.planes,
+            self.planes,
             table,
             answers,
             self._tables,
@@ -119,10 +105,10 @@ class CudaTransform:
             enable_fp_fusion=False,
         )
 
-    def _decode(self, group: Group, table: torch.Tensor) -> None:
+    def launch_decode(self, group: Group, table: torch.Tensor) -> None:
         patch = group.patch
         decode_chunks[(patch.n_heads, patch.n_layers, len(group.places))](
-            self._pages.planes,
+            self.planes,
             table,
             self._tables,
             *self._decoding,
@@ -137,11 +123,7 @@ class CudaTransform:
 
     def _place(self, group: Group) -> tuple[int, ...]:
         patch = group.patch
-        return patch.page_layer, patch.page_head, self._held.n_heads, group.slab_start, group.slab_bytes
-
-    def _launch_nothing(self, table: torch.Tensor) -> None:
-        self._encode(NOTHING, table, table)
-        self._decode(NOTHING, table)
+        return patch.page_layer, patch.page_head, self.held.n_heads, group.slab_start, group.slab_bytes
 
 
 class _PlaneParts(NamedTuple):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from kvtier.codecs.base import Encoded, Mover, Movers
+from kvtier.codecs.base import BaseCodec, Mover
 from kvtier.codecs.error_watch import Sampled, WatchedMover
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.codecs.turboquant.reference import Signs, decode_layer, encode_layer, signs_of
@@ -14,23 +12,22 @@ from kvtier.codecs.turboquant.rotation import HEAD_SIZES
 from kvtier.codecs.vectors import EncodedLayer, VectorPages, check_vectors
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Extent, Geometry
-from kvtier.kernels.paged import Move, PagedKV
+from kvtier.kernels.paged import PagedKV
 
 ROPE_MARK = "+rope"  # before the base in a codec's name
 
 
-class Turboquant:
+class Turboquant(BaseCodec):
     """The torch reference in host memory, with Triton kernels on CUDA: the same bytes."""
 
     version = 3
-    seed = 0
 
     def __init__(self, preset: str, rope_base: float = 0.0) -> None:
         """preset: of PRESETS. rope_base: of the rotary embedding of K, which is taken off; 0: K stays as it is."""
+        super().__init__()
         self.name = f"turboquant-{preset}" + (f"{ROPE_MARK}{rope_base!r}" if rope_base else "")
         self._preset = preset
         self._rope_base = rope_base
-        self._movers = Movers()
 
     def check(self, geometry: Geometry) -> None:
         check_vectors(self._preset, geometry, HEAD_SIZES)
@@ -46,13 +43,7 @@ class Turboquant:
         except ValueError as fault:
             raise ConfigError("codec", self._preset, f"{fault}: set it to raw") from fault
         sampled = Sampled(pages, held, self._rope_base)
-        self._movers.add(pages, WatchedMover(mover, self._preset, coder, sampled))
-
-    def encode(self, pages: PagedKV, moves: Sequence[Move]) -> Encoded | None:
-        return self._movers.of(pages).encode(moves)
-
-    def decode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
-        self._movers.of(pages).decode(moves)
+        self._movers[id(pages)] = WatchedMover(mover, self._preset, coder, sampled)
 
     def _format(self, geometry: Geometry) -> SlabFormat:
         sizes = (geometry.chunk_tokens, geometry.k_head_size, geometry.v_head_size)

@@ -6,14 +6,13 @@ launch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.codecs.coded_pages import NOTHING, CodedPages, Group, PendingVerdicts, SlabShape
+from kvtier.codecs.coded_pages import CodedPages, Group, SlabShape
 from kvtier.codecs.turboquant.decode import decode_chunks
 from kvtier.codecs.turboquant.encode import encode_chunks
 from kvtier.codecs.turboquant.layout import SlabFormat
@@ -33,7 +32,7 @@ from kvtier.codecs.turboquant.turns import takes_turns, tile_angles
 from kvtier.format.checksum import PAIRS_PER_PAGE
 from kvtier.format.geometry import Extent
 from kvtier.kernels.launch import on_device
-from kvtier.kernels.paged import Move, PagedKV
+from kvtier.kernels.paged import PagedKV
 
 
 class TurboquantTiling(NamedTuple):
@@ -86,9 +85,7 @@ class _DeviceTables(NamedTuple):
     centroids: torch.Tensor
 
 
-class CudaTurboquant:
-    """kvtier.codecs.base.Mover. Keeps the pages' tensors alive. Thread-safe."""
-
+class CudaTurboquant(CodedPages):
     def __init__(
         self,
         pages: PagedKV,
@@ -102,33 +99,21 @@ class CudaTurboquant:
 
         Raises ValueError for pages that are not bf16 or fp16, or not aligned to 16 bytes.
         """
-        self._pages = CodedPages(pages, SlabShape(slab_format.tokens, slab_format.n_bytes), held)
-        self._format, self._held, self._block_tokens = slab_format, held, pages.block_tokens
-        self._device = self._pages.device
+        super().__init__(pages, SlabShape(slab_format.tokens, slab_format.n_bytes), held)
+        self._format = slab_format
         self._tilings, self._whole_tiling = (encode_tiling, decode_tiling), whole_tiling
-        with on_device(self._device):
+        with on_device(self.device):
             self._signs = self._to_device(_sign_words(slab_format, held))
             self._tables = self._make_tables()
             angles = tile_angles(slab_format.tokens, slab_format.k_size, slab_format.rope_base)
             self._angles = self._to_device(angles.reshape(-1))
-        self._pages.prepare(self._launch_nothing)
+        self.prepare()
 
-    def encode(self, moves: Sequence[Move]) -> PendingVerdicts:
-        """Blocks -> slabs, on torch's current stream; padding is left as it is, and summed as it is.
-
-        Sums and errors: see kvtier.codecs.coded_pages.CodedPages.encode.
-        """
-        return self._pages.encode(moves, self._encode)
-
-    def decode(self, moves: Sequence[Move]) -> None:
-        """Slabs -> blocks, but for those before each move's `first_block`, on torch's current stream."""
-        self._pages.decode(moves, self._decode)
-
-    def _encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
+    def launch_encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
         k, v = self._tables
         tiling, shape = self._encoding(k.code, v.code)
         encode_chunks[(group.patch.n_heads, group.patch.n_layers, len(group.places))](
-            self._pages.planes,
+            self.planes,
             table,
             self._signs,
             k.encode_matrix,
@@ -139,7 +124,7 @@ class CudaTurboquant:
             answers,
             group.patch.page_layer,
             group.patch.page_head,
-            self._held.n_heads,
+            self.held.n_heads,
             group.slab_start,
             group.slab_bytes,
             k.code,
@@ -152,11 +137,11 @@ class CudaTurboquant:
             enable_fp_fusion=False,
         )
 
-    def _decode(self, group: Group, table: torch.Tensor) -> None:
+    def launch_decode(self, group: Group, table: torch.Tensor) -> None:
         k, v = self._tables
         tiling = self._tilings[1]
         decode_chunks[(group.patch.n_heads, group.patch.n_layers, len(group.places))](
-            self._pages.planes,
+            self.planes,
             table,
             self._signs,
             k.decode_matrix,
@@ -166,7 +151,7 @@ class CudaTurboquant:
             self._angles,
             group.patch.page_layer,
             group.patch.page_head,
-            self._held.n_heads,
+            self.held.n_heads,
             group.slab_start,
             group.slab_bytes,
             k.code,
@@ -189,8 +174,8 @@ class CudaTurboquant:
     def _shape(self, tiling: TurboquantTiling) -> TurboquantChunkShape:
         return TurboquantChunkShape(
             self._format.tokens,
-            self._block_tokens,
-            self._pages.is_bf16,
+            self.block_tokens,
+            self.is_bf16,
             tiling.rows,
             tiling.warps,
             self._is_fast,
@@ -199,7 +184,7 @@ class CudaTurboquant:
 
     @property
     def _is_fast(self) -> bool:
-        return self._device.type == "cuda"  # else it is interpreted, for tests
+        return self.device.type == "cuda"  # else it is interpreted, for tests
 
     def _make_tables(self) -> tuple[_DeviceTables, _DeviceTables]:
         """Return those of K and of V."""
@@ -212,7 +197,7 @@ class CudaTurboquant:
         k, v = (
             _DeviceTables(
                 code,
-                self._to_device(encode_matrix(code.size, self._pages.is_bf16, self._is_fast)),
+                self._to_device(encode_matrix(code.size, self.is_bf16, self._is_fast)),
                 self._to_device(squares(code.bits)),
                 self._to_device(decode_matrix(code)),
                 self._to_device(signed_centroids(code.bits)),
@@ -222,11 +207,7 @@ class CudaTurboquant:
         return k, v
 
     def _to_device(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)
-
-    def _launch_nothing(self, table: torch.Tensor) -> None:
-        self._encode(NOTHING, table, table)
-        self._decode(NOTHING, table)
+        return torch.from_numpy(values).to(self.device)
 
 
 def _sign_words(slab_format: SlabFormat, held: Extent) -> npt.NDArray[np.int32]:
