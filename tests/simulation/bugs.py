@@ -42,17 +42,18 @@ Patch = AbstractContextManager[object]
 
 @dataclass(frozen=True)
 class Bug:
-    """plant: a context that has it. recipe: what stirs it up."""
+    """plant: a context that has it. recipe: what stirs it up. first_seed: of the runs that try to catch it."""
 
     name: str
     plant: Callable[[], Patch]
     recipe: str = "random"
+    first_seed: int = 0
 
 
 BUGS: dict[str, Bug] = {}
 
 
-def planted(target: object, attribute: str, recipe: str = "random") -> Callable[[Any], Any]:
+def planted(target: object, attribute: str, recipe: str = "random", first_seed: int = 0) -> Callable[[Any], Any]:
     """The decorated function, which is named for the bug, stands in for the attribute; it is given the original."""
 
     def note(mutation: Any) -> Any:
@@ -64,7 +65,7 @@ def planted(target: object, attribute: str, recipe: str = "random") -> Callable[
 
             return patch.object(target, attribute, mutated)
 
-        BUGS[mutation.__name__] = Bug(mutation.__name__, plant, recipe)
+        BUGS[mutation.__name__] = Bug(mutation.__name__, plant, recipe, first_seed)
         return mutation
 
     return note
@@ -78,7 +79,7 @@ def what_is_read_is_not_verified(original: Any, reader: RecordReader, *args: Any
     return original(reader, *args)._replace(checksums=None)
 
 
-@planted(ChunkLoader, "verify", "damage")
+@planted(ChunkLoader, "verify", "damage", first_seed=9)
 def what_lies_in_an_arena_is_not_verified(original: Any, chunks: ChunkLoader, fetches: Sequence[Fetch]) -> None:
     for fetch in fetches:
         fetch.state = State.VERIFIED
@@ -200,17 +201,17 @@ def what_the_index_refused_is_called_saved(original: Any, segments: OwnSegments,
 # --- loading ---
 
 
-@planted(RecordReader, "may_be_stale", "shared_disk")
+@planted(RecordReader, "may_be_stale", "shared_disk", first_seed=4)
 def a_stale_read_is_taken_for_damage(original: Any, reader: RecordReader, error: int = 0) -> bool:
     return False
 
 
-@planted(RecordReader, "_known_sets", "shared_disk")
+@planted(RecordReader, "_known_sets", "shared_disk", first_seed=22)
 def what_is_away_is_taken_for_gone(original: Any, reader: RecordReader, set_ids: set[int]) -> set[int]:
     return set()
 
 
-@planted(SlotTable, "_evict_one", "slow_disk")
+@planted(SlotTable, "_evict_one", "slow_disk", first_seed=2)
 def a_leased_slot_is_given_to_another(original: Any, table: SlotTable[Any]) -> bool:
     for key, cached in table._cached.items():
         del table._cached[key]
@@ -239,7 +240,7 @@ def blocks_that_the_engine_had_are_written(original: Any, chunks: ChunkLoader, c
     return 0
 
 
-@planted(TransferLoop, "look", "hung_calls")
+@planted(TransferLoop, "look", "hung_calls", first_seed=7)
 def nobody_wakes_the_loop_for_a_load_that_hangs(original: Any, loop: TransferLoop) -> None:
     return None
 
@@ -304,7 +305,7 @@ def a_bad_record_ends_the_request(original: Any, reader: RecordReader, key: byte
 # --- the index, eviction and upkeep ---
 
 
-@planted(Remover, "remove", "two_evictors")
+@planted(Remover, "remove", "two_evictors", first_seed=4)
 def eviction_without_fencing(original: Any, remover: Remover, info: SetInfo, token: int | None = None) -> int:
     return int(original(remover, info, None))
 
@@ -318,18 +319,18 @@ def files_go_before_the_index_forgets_them(
     return freed
 
 
-@planted(MemoryIndex, "retract", "stale_location")
+@planted(MemoryIndex, "retract", "stale_location", first_seed=4)
 def retracting_takes_whatever_is_there(original: Any, index: MemoryIndex, key: bytes, location: Any) -> bool:
     value = index._entries.get(key)
     return [original(index, key, one) for one in ([] if value is None else entry.unpack(value))] != []
 
 
-@planted(MemoryIndex, "take_over", "lapsed_writers")
+@planted(MemoryIndex, "take_over", "lapsed_writers", first_seed=22)
 def who_was_taken_over_goes_on_publishing(original: Any, index: MemoryIndex, set_id: int) -> None:
     return None
 
 
-@planted(MemoryIndex, "_publish_one", "slow_writers")
+@planted(MemoryIndex, "_publish_one", "slow_writers", first_seed=5)
 def records_of_a_set_that_was_taken_over_are_published(
     original: Any, index: MemoryIndex, record: NewRecord, into_unowned: bool
 ) -> bool:

@@ -28,7 +28,7 @@ def quiet() -> Iterator[None]:
 def caught(name: str) -> str | None:
     """What was seen of the bug in the first run that showed it."""
     bug = BUGS[name]
-    for seed in range(SEEDS_MAX):
+    for seed in range(bug.first_seed, bug.first_seed + SEEDS_MAX):
         with folder() as place, bug.plant():
             try:
                 play(Path(place), seed, STEPS, recipe_for(bug.recipe, seed))

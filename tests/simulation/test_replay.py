@@ -114,21 +114,29 @@ def test_a_run_that_ends_early_leaves_no_task(tmp_path: Path) -> None:
     assert not world.place.disk.descriptors
 
 
-@pytest.mark.parametrize(
-    ("seed", "recipe"), [(3, "random"), (4, "restart_in_mid_save"), (5, "lost_answers"), (323, "hung_calls")]
-)
-def test_one_seed_is_one_run_in_any_process(seed: int, recipe: str) -> None:
-    """What Python hashes by a secret of each process, or by where it lies in memory, decides nothing: a replay of seed
-    323 was another run, because a set said which late load is answered first."""
-    runs = [trace_of(seed, recipe, secret) for secret in ("1", "2")]
-    assert runs[0] == runs[1] != trace_of(seed + 1, recipe, "1")
+RUNS = [(3, "random"), (4, "restart_in_mid_save"), (5, "lost_answers"), (323, "hung_calls")]
+PLAY = """if True:
+    import sys
+    from tests.simulation.__main__ import main
+    for words in sys.argv[1:]:
+        sys.argv = words.split()
+        main()
+"""
 
 
-def trace_of(seed: int, recipe: str, secret: str) -> str:
-    """What a run printed of itself. secret: of Python's hashes."""
-    asked = [sys.executable, *command(seed, 120, recipe).split()[1:]]
+def test_one_seed_is_one_run_in_any_process() -> None:
+    """What Python hashes by a secret of each process, or by where it lies in memory, decides nothing, nor does what ran
+    before: a replay of seed 323 was another run, because a set said which late load is answered first."""
+    traces = traces_of(RUNS, "1")
+    assert traces == traces_of(RUNS[::-1], "2")[::-1]
+    assert len(set(traces)) == len(RUNS)
+
+
+def traces_of(runs: list[tuple[int, str]], secret: str) -> list[str]:
+    """What each run printed of itself. secret: of Python's hashes."""
+    asked = [sys.executable, "-c", PLAY, *(command(seed, 120, recipe).split(maxsplit=2)[2] for seed, recipe in runs)]
     env = {**os.environ, "PYTHONHASHSEED": secret}
     ran = subprocess.run(asked, env=env, capture_output=True, text=True, check=True, cwd=ROOT)
-    trace = ran.stdout.split(" s, ")[1]
-    assert trace
-    return trace
+    traces = [line.split(" s, ")[1] for line in ran.stdout.splitlines()]
+    assert all(traces)
+    return traces
