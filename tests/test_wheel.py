@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvtier
+from tests.engines.conftest import lab as lab  # a fixture
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ["pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "README.md", "kvtier", "connectors", "server"]
@@ -94,49 +96,48 @@ def test_check_runs_without_a_compiler(commands: Path, tmp_path: Path) -> None:
     assert Path(path).is_relative_to(commands.parent) and not Path(path).is_relative_to(Path(kvtier.__file__).parent)
 
 
-class BareEngines:
-    """Real engines of that environment, one after another, on a PATH with nothing but lscpu."""
+def bare_engines(
+    python: Path, model: Path, folder: Path, transfers: Sequence[str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Run real engines of that environment, one after another, on a PATH with nothing but lscpu. Return what each
+    found, and logged."""
+    (folder / "programs").mkdir()
+    (folder / "programs" / "lscpu").symlink_to(shutil.which("lscpu") or "missing")  # which vLLM runs on a CPU
+    environment = {
+        "PATH": str(folder / "programs"),
+        "HOME": str(folder),
+        "KVTIER_ROOT": str(folder / "kv"),
+        "KVTIER_CHUNK_TOKENS": "64",
+        "KVTIER_SEGMENT_BYTES": "4MiB",
+        "KVTIER_MIN_LOAD_TOKENS": "0",
+        "VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "vllm"),
+        "PYTHONPYCACHEPREFIX": sys.pycache_prefix or "",
+    }
+    output = folder / "results.json"
+    script = ROOT / "tests" / "engines" / "root_engine.py"
+    log = run(python, script, model, output, *transfers, cwd=folder, environment=environment)
+    results = json.loads(output.read_text())
+    for result in results:
+        assert Path(result["kvtier"]).is_relative_to(python.parents[1]) and result["compiler"] is None
+    return results, log.split("-- the engine ended --")
 
-    def __init__(self, commands: Path, folder: Path) -> None:
-        self._python, self._folder, self.root = commands / "python", folder, folder / "kv"
-        (folder / "programs").mkdir()
-        (folder / "programs" / "lscpu").symlink_to(shutil.which("lscpu") or "missing")  # which vLLM runs on a CPU
-        self._environment = {"PATH": str(folder / "programs"), "HOME": str(folder), "KVTIER_ROOT": str(self.root)}
-        self._environment |= {
-            "KVTIER_CHUNK_TOKENS": "64",
-            "KVTIER_SEGMENT_BYTES": "4MiB",
-            "KVTIER_MIN_LOAD_TOKENS": "0",
-        }
-        models = ROOT / "tests" / "engines" / "models.py"
-        run(sys.executable, models, "llama", folder / "model", cwd=ROOT)
 
-    def ask(self, *transfer: str) -> tuple[dict[str, Any], str]:
-        """Return one engine's result and what it logged."""
-        output = self._folder / "result.json"
-        script = ROOT / "tests" / "engines" / "root_engine.py"
-        command = [self._python, script, self._folder / "model", output, *transfer]
-        log = run(*command, cwd=self._folder, environment=self._environment)
-        result = json.loads(output.read_text())
-        assert Path(result["kvtier"]).is_relative_to(self._python.parents[1]) and result["compiler"] is None
-        return result, log
-
-
-def test_an_engine_hits_with_the_root_alone_and_an_explicit_configuration_wins(commands: Path, tmp_path: Path) -> None:
-    engines = BareEngines(commands, tmp_path)
-    cold, log = engines.ask()
-    assert cold["cached"] == 0 and cold["connector"] == "KVTierConnector"
-    (line,) = (line for line in log.splitlines() if f"KVTIER_ROOT={engines.root}" in line)
-    assert "kv_both, recompute" in line and "80% of the free space" in line and "--kv-transfer-config" in line
-    assert 0 < cold["extra"]["capacity_bytes"] <= 0.8 * shutil.disk_usage(tmp_path).total
-    warm, _ = engines.ask()
-    assert warm["cached"] == 256 and warm["tokens"] == cold["tokens"]
-    other = tmp_path / "other"
+def test_an_engine_hits_with_the_root_alone_and_an_explicit_configuration_wins(
+    commands: Path, lab: Any, tmp_path: Path
+) -> None:
+    root, other = tmp_path / "kv", tmp_path / "other"
     explicit = {
         "kv_connector": "KVTierConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"root": str(other), "capacity_bytes": "1GiB"},
     }
-    told, log = engines.ask(json.dumps(explicit))
+    transfers = ("", "", json.dumps(explicit))
+    (cold, warm, told), logs = bare_engines(commands / "python", lab.model("llama"), tmp_path, transfers)
+    assert cold["cached"] == 0 and cold["connector"] == "KVTierConnector"
+    (line,) = (line for line in logs[0].splitlines() if f"KVTIER_ROOT={root}" in line)
+    assert "kv_both, recompute" in line and "80% of the free space" in line and "--kv-transfer-config" in line
+    assert 0 < cold["extra"]["capacity_bytes"] <= 0.8 * shutil.disk_usage(tmp_path).total
+    assert warm["cached"] == 256 and warm["tokens"] == cold["tokens"]
     assert told["cached"] == 0 and told["extra"]["root"] == str(other) and other.is_dir()
-    assert "KVTIER_ROOT=" not in log
+    assert "KVTIER_ROOT=" not in logs[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,15 @@ class Lab:
     def _run(self, output: Path, spec: dict[str, Any], python: Path | str) -> None:
         status, log = self.start(output, spec, python)
         assert status == 0, f"{output.name}:\n{log[-10000:]}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def models_are_inspected_here() -> Iterator[None]:
+    """vLLM imports itself in a process of its own for each class of models that its cache does not know."""
+    registry = pytest.importorskip("vllm.model_executor.models.registry")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
+        yield
 
 
 @pytest.fixture(scope="session")

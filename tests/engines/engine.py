@@ -54,6 +54,7 @@ LLM_ARGUMENTS: dict[str, Any] = {
     "seed": 0,
     "disable_log_stats": False,
     "max_num_batched_tokens": 256,
+    "num_gpu_blocks_override": 2048,  # more are not used, and all are written at the start
 }
 """Of every engine here, where its spec says nothing else."""
 

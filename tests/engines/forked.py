@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,27 +18,36 @@ from threading import Lock
 
 HERE = Path(__file__).parent
 POLL_S = 0.02
+RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+"""The test session, which has a forker for all of its workers."""
 
 
 class Forker:
-    """One for each Python and each of vLLM's model runners, in each process of the tests."""
+    """A forker of the session: one for each Python and each of vLLM's model runners. The worker that needs it first
+    starts it."""
 
     def __init__(self, python: str, environment: dict[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvtier-forker-")
         self._log = Path(self._folder.name) / "log"
         self._lock = Lock()
         self._count = 0
+        about = json.dumps([RUN, python, environment])
+        name = f"kvtier-forker-{hashlib.sha256(about.encode()).hexdigest()}"
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [python, str(HERE / "forker.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+            process = subprocess.Popen(
+                [python, str(HERE / "forker.py"), name],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
                 stderr=log,
                 cwd=HERE,
-                text=True,
                 env=os.environ | environment,
             )
-        self._read("ready")
+        self._socket = socket.socket(socket.AF_UNIX)
+        while self._socket.connect_ex(f"\0{name}"):
+            assert process.poll() in (None, 0), f"the forker ended:\n{self._log.read_text()[-6000:]}"
+            time.sleep(POLL_S)
+        self._answers = self._socket.makefile("r")
+        self._read()
 
     def start(self, argv: Sequence[str], stdin: Path, stdout: Path, stderr: Path) -> Forked:
         """`argv`: a script and its arguments, as sys.argv has them there. What it prints is appended to the files."""
@@ -44,23 +55,19 @@ class Forker:
             self._count += 1
             ended = Path(self._folder.name) / f"{self._count}.ended"
             job = {"argv": list(argv), "stdin": str(stdin), "stdout": str(stdout), "stderr": str(stderr)}
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(job | {"ended": str(ended)}) + "\n")
-            self._process.stdin.flush()
+            self._socket.sendall(json.dumps(job | {"ended": str(ended)}).encode() + b"\n")
             return Forked(int(self._read()), ended)
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(10)
+        """What still runs of its engines is killed."""
+        self._answers.close()
+        self._socket.close()
         self._folder.cleanup()
 
-    def _read(self, wanted: str | None = None) -> str:
-        assert self._process.stdout is not None
-        while line := self._process.stdout.readline():
-            if wanted in (None, line.strip()):  # vLLM's import may print as well
-                return line
-        raise AssertionError(f"the forker ended:\n{self._log.read_text()[-6000:]}")
+    def _read(self) -> str:
+        answer = self._answers.readline()
+        assert answer, f"the forker ended:\n{self._log.read_text()[-6000:]}"
+        return answer
 
 
 class Forked:

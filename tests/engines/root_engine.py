@@ -1,6 +1,10 @@
-"""Runs real vLLM in this process with no connector but what the plugin supplies. Started as a script.
+"""Runs real vLLM with no connector but what the plugin supplies. Started as a script:
 
-KVTIER_ROOT=DIR python root_engine.py MODEL OUT.json [JSON of a KVTransferConfig]
+    KVTIER_ROOT=DIR python root_engine.py MODEL OUT.json [TRANSFER ...]
+
+Runs an engine for each TRANSFER, one after another, each in a process that is forked once vLLM is imported. TRANSFER:
+JSON of a KVTransferConfig; "": none is given. OUT.json gets a list of what each found; END is printed behind what each
+printed.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -24,10 +29,11 @@ from vllm import LLM, SamplingParams
 
 import kvtier
 
+END = "-- the engine ended --"
 PROMPT = [number % 250 for number in range(300)]
 
 
-def main(model: str, output: str, transfer: str | None = None) -> None:
+def ask(model: str, transfer: str) -> dict[str, Any]:
     llm = LLM(
         model=model,
         skip_tokenizer_init=True,
@@ -37,12 +43,12 @@ def main(model: str, output: str, transfer: str | None = None) -> None:
         max_num_seqs=4,
         block_size=32,
         seed=0,
-        kv_transfer_config=None if transfer is None else json.loads(transfer),
+        kv_transfer_config=json.loads(transfer) if transfer else None,
     )
     parameters = SamplingParams(max_tokens=4, temperature=0, detokenize=False, ignore_eos=True)
     answer = llm.generate([{"prompt_token_ids": PROMPT}], parameters, use_tqdm=False)[0]
     config = llm.llm_engine.vllm_config.kv_transfer_config
-    result = {
+    found = {
         "kvtier": kvtier.__file__,
         "compiler": shutil.which("c++") or shutil.which("g++") or shutil.which("cc") or shutil.which("gcc"),
         "cached": answer.num_cached_tokens or 0,
@@ -50,8 +56,22 @@ def main(model: str, output: str, transfer: str | None = None) -> None:
         "connector": None if config is None else config.kv_connector,
         "extra": None if config is None else config.kv_connector_extra_config,
     }
-    Path(output).write_text(json.dumps(result))
     llm.llm_engine.engine_core.shutdown()
+    return found
+
+
+def main(model: str, output: str, *transfers: str) -> None:
+    part, found = Path(f"{output}.part"), []
+    for transfer in transfers:
+        pid = os.fork()
+        if pid == 0:
+            part.write_text(json.dumps(ask(model, transfer)))
+            sys.exit()
+        _, status = os.waitpid(pid, 0)
+        assert status == 0, f"status {status}"
+        print(END, flush=True)
+        found.append(json.loads(part.read_text()))
+    Path(output).write_text(json.dumps(found))
 
 
 main(*sys.argv[1:])

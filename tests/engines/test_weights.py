@@ -19,7 +19,6 @@ pytest.importorskip("vllm")
 from safetensors.torch import load_file, save_file
 from vllm.config import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from vllm.model_executor.models import registry
 
 from kvtier.connectors.vllm.weights_loader import KvtierModelLoader, everything, reason_for_tensors
 from kvtier.connectors.vllm.weights_ranks import as_rank, build_model, engine_config
@@ -59,8 +58,6 @@ def alone() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         patch.setenv("HF_HUB_OFFLINE", "1")
-        # It imports vLLM in a process of its own for each class of models.
-        patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
         yield
 
 
