@@ -47,7 +47,7 @@ demo: setup  ## two vLLM processes, one prefix: the second loads what the first 
 	@$(BIN)/python -m benchmarks.demo
 
 test: setup-dev $(OLD_READY)  ## all tests, with this release of vLLM and an older one
-	@$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile
+	@$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 soak: setup-dev $(OLD_READY) aiperf  ## the tests that run for many minutes
 	@$(BIN)/python -m pytest -v -m soak

@@ -21,6 +21,13 @@ STRIPES = "KVTIER_IO__STRIPES"
 os.environ.setdefault(STRIPES, "1")
 
 END_TIMEOUT_S = 30.0
+# Folders whose files take a minute or more: with `--no-loadscope-reorder` xdist begins with them, and no worker is left
+# with one while the others have ended.
+FIRST = ("simulation", "engines", "crash")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: next((n for n, name in enumerate(FIRST) if name in item.path.parts), len(FIRST)))
 
 
 @pytest.hookimpl(tryfirst=True)
