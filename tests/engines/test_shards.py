@@ -77,6 +77,15 @@ def test_both_loaders_read_them(checkpoint: Path, made: Path, rank: int, caplog:
         assert_equal(model, expected)
 
 
+def test_a_checkpoint_in_fp8(tmp_path: Path) -> None:
+    folder, out = weights_models.make("fp8", tmp_path / "model"), tmp_path / "shards"
+    assert main(["weights", "shard", str(folder), "--tp", str(RANKS), "--out", str(out)]) == 0
+    config = engine_config(str(folder), RANKS)
+    with as_rank(config, 1):
+        expected = load_as_vllm(config)
+    load(out, RANKS, 1, expected)
+
+
 def test_their_files(checkpoint: Path, made: Path) -> None:
     """Data begins at 4 KiB, configuration is copied, and the KV of both folders is shared."""
     manifest = read_shard_manifest(made)

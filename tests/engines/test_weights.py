@@ -37,6 +37,7 @@ SAMPLE = [
     ("gpt_oss", 2, 1),
     ("awq", 2, 0),
     ("int8", 4, 1),
+    ("fp8", 2, 1),
 ]
 MATRIX = [(kind, size, rank) for kind in weights_models.KINDS for size in (1, 2, 4, 8) for rank in range(size)]
 PATTERN = 0x55  # byte in parameters before a load: what both loads leave out is equal

@@ -75,7 +75,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", LATENT),
     "gpt_oss": ("gpt_oss", OSS),
 }
-QUANTIZED = ("awq", "int8")
+QUANTIZED = ("awq", "int8", "fp8")
 KINDS = (*MODELS, *QUANTIZED)
 GROUP = 32  # of the AWQ checkpoint, elements
 
@@ -109,6 +109,9 @@ def _quantize(folder: Path, kind: str) -> None:
                 zeros = torch.randint(-(2**31), 2**31 - 1, (n_in // GROUP, n_out // 8), dtype=torch.int32)
                 scales = torch.rand(n_in // GROUP, n_out).to(torch.bfloat16)
                 tensors |= {f"{layer}.qweight": words, f"{layer}.qzeros": zeros, f"{layer}.scales": scales}
+            elif kind == "fp8":
+                tensors[name] = tensor.to(torch.float8_e4m3fn)
+                tensors[f"{layer}.weight_scale"] = torch.rand(())
             else:
                 tensors[name] = torch.randint(-128, 127, (n_out, n_in), dtype=torch.int8)
                 tensors[f"{layer}.weight_scale"] = torch.rand(n_out, 1).to(torch.bfloat16)
@@ -117,7 +120,7 @@ def _quantize(folder: Path, kind: str) -> None:
     names = {name: path.name for path in folder.glob("*.safetensors") for name in load_file(path)}
     index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = AWQ if kind == "awq" else INT8
+    config["quantization_config"] = CONFIGS[kind]
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -136,3 +139,5 @@ INT8 = {
         }
     },
 }
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+CONFIGS = {"awq": AWQ, "int8": INT8, "fp8": FP8}
