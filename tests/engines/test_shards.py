@@ -22,7 +22,6 @@ from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLo
 
 from kvtier.cli import main
 from kvtier.connectors.vllm import weights_shard
-from kvtier.connectors.vllm.weights_loader import everything
 from kvtier.connectors.vllm.weights_ranks import as_rank, engine_config
 from kvtier.errors import ConfigError, TierUnavailable, WeightsDamaged
 from kvtier.model.shard_manifest import NAME, read_shard_manifest
@@ -84,7 +83,7 @@ def test_a_checkpoint_in_fp8(tmp_path: Path) -> None:
     config = engine_config(str(folder), RANKS)
     with as_rank(config, 1):
         expected = load_as_vllm(config)
-        for name, tensor in everything(expected):
+        for name, tensor in expected.named_parameters():
             if ".attn." in name:  # scales of the KV, which the checkpoint does not have: as vLLM makes them
                 tensor.data.fill_(-1.0)
     load(out, RANKS, 1, expected)
