@@ -199,26 +199,22 @@ def test_awkward_vectors(change: Change) -> None:
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize(
-    ("plane", "value", "scale"),
-    [
-        *((plane, value, 1.0) for plane in (0, 1) for value in (float("nan"), float("inf"), float("-inf"), 1e30)),
-        *((1, value, 0.0) for value in (1e-40, 6e-36, 1e-7)),
-    ],
-)
-def test_a_chunk_with_what_cannot_be_kept_is_refused_and_no_other(plane: int, value: float, scale: float) -> None:
-    """One element of one head's last token; all else of that vector is scaled."""
-    cache = Cache("B2NHD", layers=1, heads=2)
+def test_a_chunk_with_what_cannot_be_kept_is_refused_and_no_other() -> None:
+    """One element of one head's last token, of K or of V; all else of that vector is scaled."""
+    bad = [(plane, value, 1.0) for plane in (0, 1) for value in (float("nan"), float("inf"), float("-inf"), 1e30)]
+    bad += [(1, value, 0.0) for value in (1e-40, 6e-36, 1e-7)]
+    cache = Cache("B2NHD", blocks=len(bad) + 2, layers=1, heads=2)
     model = Model(cache, layers=1)
     pages = gaussian(cache)
-    vector = pages.layers[0].planes[plane][3, 15, 1]
-    vector *= scale
-    vector[17] = value
-    moves = [Move(model.whole, (block,), model.slabs(model.whole)) for block in (2, 3)]
-    verdicts = encoded(mover(pages, model.format, model.extent), moves)
-    assert [verdict.is_refused for verdict in verdicts] == [False, True]
-    wanted = reference(pages, model.format, model.extent).encode(moves).wait()
-    assert [verdict.is_refused for verdict in wanted] == [False, True]
+    for block, (plane, value, scale) in enumerate(bad, start=1):
+        vector = pages.layers[0].planes[plane][block, 15, 1]
+        vector *= scale
+        vector[17] = value
+    moves = [Move(model.whole, (block,), model.slabs(model.whole)) for block in range(cache.blocks)]
+    wanted = [False, *(True for _ in bad), False]
+    assert [verdict.is_refused for verdict in encoded(mover(pages, model.format, model.extent), moves)] == wanted
+    theirs = reference(pages, model.format, model.extent).encode(moves).wait()
+    assert [verdict.is_refused for verdict in theirs] == wanted
 
 
 @pytest.mark.parametrize("bad", OUT_OF_RANGE)
