@@ -115,6 +115,28 @@ def write_burst(engine: MeasuredEngine, n_tokens: int, count: int, seconds: floa
     return {"asked": asked, "elapsed_s": elapsed, "saved_bytes": saved, "bytes_s": saved / elapsed}
 
 
+def answer_documents(
+    engine: MeasuredEngine, prompts: list[list[int]], questions: int, n_tokens: int, has_own: bool
+) -> dict[str, list[Row]]:
+    """Store documents, then answer n_tokens to each prompt with its document from the tier, one at a time.
+
+    questions: prompts of one document, one after the other. has_own: answer as well without the tier, from the KV that
+    the engine computed.
+    """
+    rows: dict[str, list[Row]] = {"own": [], "loaded": []}
+    engine.forget()
+    for first in range(0, len(prompts), questions):
+        engine.ask([prompts[first]], 1, {"kvtier_load": False})
+        engine.settle()
+        for tokens in prompts[first : first + questions] if has_own else ():
+            rows["own"] += engine.ask([tokens], n_tokens, NO_TIER)
+        engine.forget()
+    for tokens in prompts:
+        rows["loaded"] += engine.ask([tokens], n_tokens, {"kvtier_save": False})
+        engine.forget()
+    return rows
+
+
 def _store_whole(engine: MeasuredEngine, tokens: list[int]) -> Row:
     """Compute a prompt and offer what kvtier skipped again: it skips chunks rather than hold a forward back."""
     before = _skipped(engine)
