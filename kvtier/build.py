@@ -21,6 +21,7 @@ from kvtier.codecs.raw import RawCodec
 from kvtier.codecs.transform.codec import TransformCodec
 from kvtier.codecs.transform.table import PRESET_BITS, read_table
 from kvtier.codecs.turboquant.codec import Turboquant, rope_base_of
+from kvtier.config.capacity import few_sets
 from kvtier.config.settings import HOST_ADMIT, Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.eviction.evictor import Evictor
@@ -105,7 +106,8 @@ class SetShape:
 def set_shape(
     settings: Settings, geometry: Geometry, codec: Codec, shares: Sequence[RankShare], stripes_max: int = 1
 ) -> SetShape:
-    """Return the slots that fit into segment_bytes of the largest rank. Raises ConfigError when none fits."""
+    """Return the slots that fit into segment_bytes of the largest rank, or by default into a sixteenth of the capacity
+    if that is less. Raises ConfigError when none fits."""
     sizes = []
     for share in shares:
         if share.writes is not None:
@@ -113,12 +115,19 @@ def set_shape(
                 fix = f"a record has room for {HEADS_PER_RECORD_MAX} KV heads a rank; use a larger tensor-parallel size"
                 raise ConfigError("tensor_parallel_size", len(shares), fix)
             sizes.append(record_bytes(share.writes, slab_bytes(codec, geometry, share.writes)))
-    slots = (settings.segment_bytes - PAGE_BYTES) // max(sizes)
+    slots = settings.slots_max(sizes)
     if slots < 1:
         fix = f"a chunk of this model takes {exact(max(sizes))} a rank; set it to several times that"
         raise ConfigError("segment_bytes", settings.segment_bytes, fix)
     stripes = max(1, min(stripes_max, slots // STRIPE_SLOTS_MIN))
     return SetShape(slots, stripes, sum(stripes * PAGE_BYTES + slots * size for size in sizes))
+
+
+def _check_capacity(settings: Settings, shape: SetShape) -> None:
+    """Warn where few sets fit the capacity. Raises ConfigError where not one does."""
+    settings.check_capacity(shape.set_bytes)
+    if warning := few_sets(settings.capacity_bytes, shape.set_bytes):
+        log.warning("%s", warning)
 
 
 def load_limit(settings: Settings) -> LoadLimit:
@@ -169,7 +178,7 @@ def open_store(
     root = in_time(settings.root, "opening the root and reading its owner.json", partial(open_root, settings))
     kind = in_time(root.path, "asking for its kind", partial(file_system_of, root.folder)).kind
     shape = set_shape(settings, namespace.geometry, codec, shares, stripes_for(kind, settings.io.stripes))
-    settings.check_capacity(shape.set_bytes)
+    _check_capacity(settings, shape)
     in_time(root.path, "asking for its free space", partial(check_space, root.path, shape.set_bytes))
     reserve = partial(check_reserve, root.path, settings.capacity.reserve_bytes, shape.set_bytes)
     in_time(root.path, "asking for its free space", reserve)

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from kvtier.cli.app import app
 from kvtier.cli.check_model import look_at_model
 from kvtier.cli.place import JsonOption, path_argument
+from kvtier.config.capacity import few_sets
 from kvtier.config.kv_transfer import read_transfer_config
 from kvtier.config.settings import HOST_ADMIT, HOST_ARENA_BYTES, Settings
 from kvtier.doctor.host import Host, ProbeFailed
@@ -35,7 +36,6 @@ from kvtier.storage.filesystem import IN_MEMORY, file_system_of
 from kvtier.storage.root import check_mount, check_reserve, check_space, find_root, squash_hint
 from kvtier.storage.root_owner import Owner, check_claim, check_shared, default_index_path, read_owner, this_node
 
-SEGMENTS_MIN = 4  # capacity below which a warning is given, segments: the two of each rank leave half of it
 SHOWN_MAX = 18  # settings printed without --all: with the state of the root, and warnings, a screen of 25 lines
 TELLING = (
     "capacity_bytes",
@@ -213,23 +213,12 @@ def _look_at_rooms(settings: Settings) -> list[str]:
     n_bytes = settings.host.arena_bytes or HOST_ARENA_BYTES["cpu"]
     check_host_arena(n_bytes, memory)
     found = (
-        _few_segments(settings.capacity_bytes, settings.segment_bytes),
+        few_sets(settings.capacity_bytes, settings.set_bytes_max),
         beyond_the_disk(place_of(settings.root), settings.capacity_bytes),
         out_of_inodes(place_of(settings.root)),
         beyond_available(n_bytes, memory),
     )
     return [warning for warning in found if warning]
-
-
-def _few_segments(capacity_bytes: int, segment_bytes: int) -> str:
-    """Return a warning if open and spare segments take most of the capacity; "" otherwise."""
-    if capacity_bytes >= SEGMENTS_MIN * segment_bytes:
-        return ""
-    return (
-        f"capacity_bytes ({exact(capacity_bytes)}) is less than {SEGMENTS_MIN} times segment_bytes "
-        f"({exact(segment_bytes)}): each GPU fills one segment and keeps one ready, and little is left to be found "
-        "again; raise it, or lower segment_bytes"
-    )
 
 
 def _beyond_the_whole_disk(settings: Settings) -> list[str]:

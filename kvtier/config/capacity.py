@@ -12,6 +12,7 @@ from kvtier.errors import HIDDEN, ConfigError
 from kvtier.runtime.units import exact
 
 HIGH_WATERMARK, LOW_WATERMARK = 0.95, 0.9  # defaults, as parts of capacity_bytes
+FEW_SETS = 4  # that fit the capacity; with fewer a warning is given, for two are in use
 TENANT_BYTES_MAX = 32  # longest tenant name in UTF-8, bytes: the field of the segment header
 
 Fraction = Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)]
@@ -95,6 +96,17 @@ class CapacitySettings(BaseModel):
                     "times that, or lower segment_bytes"
                 )
                 raise ConfigError(key, quota_bytes, fix)
+
+
+def few_sets(capacity_bytes: int, set_bytes: int) -> str:
+    """Return a warning if open and spare segment sets take most of the capacity; "" otherwise."""
+    if capacity_bytes >= FEW_SETS * set_bytes:
+        return ""
+    return (
+        f"capacity_bytes ({exact(capacity_bytes)}) is less than {FEW_SETS} times a segment set ({exact(set_bytes)}): "
+        "one is filled and one kept ready, so little is left to be found again, and a start may evict all of it; raise "
+        "it, or lower segment_bytes"
+    )
 
 
 def _has_one_of(tenant: TenantSettings, salts: Sequence[str]) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
@@ -66,6 +66,7 @@ PIECE_BYTES_MAX = 1 << 30  # longest piece of an I/O operation, bytes
 TOUCH_S_MIN = 0.01  # least interval at which recency is written, seconds
 TURBOQUANT_CHUNK_TOKENS_MAX = 2048  # longest chunk whose sums for the mean of K are exact, tokens
 SEGMENT_BYTES = 1 << 30  # default of segment_bytes
+SETS = 16  # segment sets that the capacity holds at least, where segment_bytes is not set
 SEGMENT_BYTES_MIN = 3 * PAGE_BYTES  # segment header, record header and one slab of a page
 
 # Keys of earlier releases -> what to do instead, for the message that refuses them.
@@ -251,7 +252,7 @@ class Settings(BaseSettings):
             values = merged(values, source.values)
         try:
             settings = cls(**values)
-            settings.check_capacity(settings.segment_bytes)
+            settings.check_capacity(settings.set_bytes_max)
             settings.check_codec()
             settings.check_hbm()
             settings.capacity.check(settings.touch_interval_s)
@@ -263,6 +264,21 @@ class Settings(BaseSettings):
                 error.key, error.value, f"{error.fix}{_origin(tuple(error.key.split('.')), sources)}"
             ) from None
         return settings
+
+    @property
+    def set_bytes_max(self) -> int:
+        """Return the bytes of one rank's part of a segment set; where segment_bytes is not set, at most a part of the
+        capacity that all ranks share, for some sets are always in use."""
+        if "segment_bytes" in self.model_fields_set:
+            return self.segment_bytes
+        return min(self.segment_bytes, self.capacity_bytes // SETS)
+
+    def slots_max(self, rank_bytes: Sequence[int]) -> int:
+        """Return the slots of a segment set. rank_bytes: a slot's bytes of each rank, with a page for the header."""
+        slots = (self.segment_bytes - PAGE_BYTES) // max(rank_bytes)
+        if "segment_bytes" in self.model_fields_set:
+            return slots
+        return max(min(1, slots), min(slots, self.capacity_bytes // SETS // sum(rank_bytes)))
 
     def check_codec(self) -> None:
         """Raises ConfigError for settings of the codec that do not go together."""

@@ -76,7 +76,7 @@ def test_bench(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split("  ")[0] for line in lines[1:4]] == [
         "loading",
         "loading, compared with the manifest",
-        "ceiling: plain reads, 16 threads",
+        "ceiling: plain reads, 12 threads",
     ]
     assert "median of 3" in lines[-1]
     if not torch.cuda.is_available():

@@ -174,7 +174,7 @@ REFUSED: list[tuple[dict[Any, Any] | str, str, tuple[str, ...]]] = [
     ({"require_mount": "x"}, "require_mount", ("; the default is false (from",)),
     # values together
     (
-        {"capacity_bytes": "512MiB"},
+        {"capacity_bytes": "512MiB", "segment_bytes": "1GiB"},
         "capacity_bytes",
         ("one segment set takes 1GiB; raise capacity_bytes", "lower segment_bytes (1GiB)", "connector config"),
     ),

@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.build import set_shape
 from kvtier.codecs.raw import RawCodec
+from kvtier.config.settings import Settings
 from kvtier.errors import Corrupt
 from kvtier.eviction.choice import Selection
 from kvtier.eviction.evictor import Evictor
@@ -152,3 +153,15 @@ def test_a_root_of_the_older_format_is_named_and_left_alone(tmp_path: Path, capl
     engine.close()
     assert older.read_bytes() == b"older"
     assert f"{tmp_path / 'v1'} has an older format and is not used: remove it to free its space" in caplog.text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_small_capacity_holds_several_sets_by_default(tmp_path: Path, ranks: int) -> None:
+    shape = geometry()
+    for capacity in (2 * RECORD_BYTES, 40 * RECORD_BYTES, 400 * RECORD_BYTES):
+        found = Settings.load({"root": str(tmp_path), "capacity_bytes": capacity})
+        made = set_shape(found, shape, RawCodec(), shares(shape, ranks), 8)
+        of_ranks = RECORD_BYTES + (ranks - 1) * PAGE_BYTES  # a header page each
+        assert made.slots == max(1, capacity // 16 // of_ranks)
+    whole = set_shape(Settings.load({"root": str(tmp_path)}), shape, RawCodec(), shares(shape), 8)
+    assert (1 << 30) - RECORD_BYTES < whole.set_bytes - whole.stripes * PAGE_BYTES <= 1 << 30
