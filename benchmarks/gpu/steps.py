@@ -126,8 +126,7 @@ def answer_documents(
     rows: dict[str, list[Row]] = {"own": [], "loaded": []}
     engine.forget()
     for first in range(0, len(prompts), questions):
-        engine.ask([prompts[first]], 1, {"kvtier_load": False})
-        engine.settle()
+        _store_whole(engine, prompts[first])
         for tokens in prompts[first : first + questions] if has_own else ():
             rows["own"] += engine.ask([tokens], n_tokens, NO_TIER)
         engine.forget()

@@ -96,7 +96,7 @@ def engine_pages(
     if len(places) != sum(len(layer.planes) for layer in layers):
         raise ConfigError("kv_cache", "shared", "layers that share one KV cache are not supported by kvtier")
     ratio = ratios.pop()
-    return EnginePages(PagedKV(tuple(layers), shape.block_tokens // ratio), ratio)
+    return EnginePages(PagedKV(tuple(layers), shape.block_tokens // ratio, shape.is_halved), ratio)
 
 
 def layer_number(name: str) -> int:

@@ -133,7 +133,7 @@ class WatchedMover:
         blocks = to_device(np.array(move.block_ids, dtype=np.int64), move.slabs.device)
         layers = []
         for number in numbers[:LAYERS_AT_ONCE]:
-            planes = self._sampled.pages.layers[number - held.first_layer].planes
+            planes = self._sampled.pages.vectors(number - held.first_layer)
             k, v = (plane[blocks][:, :, heads].permute(2, 0, 1, 3).flatten(1, 2) for plane in planes)
             begin = first - patch.slab_layer
             start, end = (self._coder.n_bytes(range(begin, stop)) for stop in (number, number + 1))

@@ -112,8 +112,8 @@ class VectorPages:
     def _planes(self, cells: Extent) -> tuple[torch.Tensor, ...]:
         """K and V of one layer: (n_blocks, block_tokens, heads, size), views."""
         heads = slice(cells.first_head - self._held.first_head, cells.end_head - self._held.first_head)
-        layer = self._pages.layers[cells.first_layer - self._held.first_layer]
-        return tuple(plane[:, :, heads] for plane in layer.planes)
+        planes = self._pages.vectors(cells.first_layer - self._held.first_layer)
+        return tuple(plane[:, :, heads] for plane in planes)
 
     def _blocks(self, move: Move) -> torch.Tensor:
         k = self._pages.layers[0].k

@@ -33,10 +33,22 @@ class PagedLayer:
 
 @dataclass(frozen=True)
 class PagedKV:
-    """The layers that one rank holds, in order of layer number, over the same block ids."""
+    """The layers that one rank holds, in order of layer number, over the same block ids.
+
+    is_k_by_element: the bytes of K of a block and head are [element][token], as vLLM has them on a CPU. What only moves
+    bytes takes them as they are.
+    """
 
     layers: tuple[PagedLayer, ...]
     block_tokens: int
+    is_k_by_element: bool = False
+
+    def vectors(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """Return K and V of one layer, (n_blocks, block_tokens, heads, size), views of any strides."""
+        k, *others = self.layers[layer].planes
+        if self.is_k_by_element:
+            k = k.as_strided(k.shape, (k.stride(0), 1, k.stride(2), k.shape[1]), k.storage_offset())
+        return k, *others
 
     @property
     def vector_bytes(self) -> int:

@@ -18,9 +18,11 @@ from kvtier.codecs.transform import curve
 from kvtier.codecs.transform.codec import TransformCodec, TransformCoder
 from kvtier.codecs.transform.reference import _pack, _unpack
 from kvtier.codecs.transform.table import PRESET_BITS, read_table, write_table
+from kvtier.codecs.vectors import VectorPages
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Extent
+from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch
 from tests.codecs.transform_rig import MODEL, WEIGHTS, kv, make_table
 from tests.support.rig import geometry, namespace
 
@@ -245,3 +247,21 @@ def test_a_table_of_another_model_is_refused(table_path: Path) -> None:
 def test_sizes_are_known_without_a_table(table_path: Path) -> None:
     with_table = make_codec(loaded(table_path)).layers_bytes(SHAPE, range(2))
     assert TransformCodec("tc4", None).layers_bytes(SHAPE, range(2)) == with_table
+
+
+def test_k_of_a_cpu_by_element_has_the_same_bytes(table_path: Path) -> None:
+    k, v = (x[:, :, :TOKENS].transpose(1, 2).unflatten(1, (-1, 32)) for x in kv(LAYERS, HEADS, 64))
+    packed = k.transpose(2, 3).transpose(-1, -2).contiguous()  # (layers, blocks, heads, size, 32)
+    held, blocks = Extent(0, LAYERS, 0, HEADS), tuple(range(TOKENS // 32))
+    by_element = packed.flatten(-2).unflatten(-1, (32, 64)).transpose(2, 3)
+    coder = coder_of(table_path)
+    slabs = []
+    for planes, is_packed in ((k.contiguous(), False), (by_element, True)):
+        layers = tuple(PagedLayer(*pair) for pair in zip(planes, v.clone(), strict=True))
+        pages = VectorPages(PagedKV(layers, 32, is_packed), coder, held)
+        slabs.append(torch.zeros(HEADS, coder.n_bytes(range(LAYERS)), dtype=torch.uint8))
+        move = Move(Patch(0, 0, LAYERS, 0, HEADS), blocks, slabs[-1])
+        pages.encode([move]).wait()
+    assert torch.equal(*slabs)
+    pages.decode([move])
+    assert error(k.flatten(0, 1).float(), packed.transpose(-1, -2).transpose(2, 3).flatten(0, 1)) < 5e-4
