@@ -123,7 +123,7 @@ def prepare() -> None:
 
     # It imports vLLM in a process of its own for each class of models that its cache does not know.
     registry._run_in_subprocess = lambda inspect: inspect()
-    if hasattr(current_platform, "register_triton_kernel_overrides"):  # looks through all modules
+    if getattr(current_platform, "register_triton_kernel_overrides", None):  # looks through all modules
         current_platform.register_triton_kernel_overrides()
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
     tasks = os.listdir("/proc/self/task")
