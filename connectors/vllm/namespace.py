@@ -118,7 +118,8 @@ def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], setting
     codec, signer = make_codec(settings, rope_base(model)), settings.signing.signer()
     packing = packing_of(spec, vllm_config)
     namespace = Namespace(
-        engine=packing.family,
+        # Before "-k1" codecs took K of a CPU's pages, which is packed by element, as if it were by token.
+        engine=packing.family + ("-k1" if packing.is_halved and settings.codec != "raw" else ""),
         weights=settings.model_tag or _weights(model, vllm_config.load_config),
         geometry=geometry,
         model_dtype=torch_name(model.dtype),

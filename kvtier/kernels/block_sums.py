@@ -17,12 +17,12 @@ from kvtier.storage.own_files import OwnFiles
 
 PIECE_FIELDS = 4  # of the table: address (a multiple of 8), first pair in the block, pairs, number of the block
 PAGES = 16  # of a program
-SOURCES = ("device_block_sums.py", "device_checksum.py")
+SOURCES = ("block_sums.py", "device_block_sums.py", "device_checksum.py", "device_code.py")
 
 
 def is_compiled(device: torch.device, stored: OwnFiles) -> bool:
     """Return whether the kernel is among those stored for a CUDA device."""
-    return device.type == "cuda" and stored.path(_key(_capability(device))).exists()
+    return device.type == "cuda" and stored.get(_key(_capability(device))) is not None
 
 
 def device_code(capability: int, stored: OwnFiles | None) -> DeviceCode:
@@ -50,7 +50,7 @@ def _capability(device: torch.device) -> int:
 
 
 def _key(capability: int) -> str:
-    hashed = blake3(str(capability).encode())
+    hashed = blake3(f"{capability} {PAIRS_PER_PAGE}".encode())
     for name in SOURCES:
         hashed.update(Path(__file__).with_name(name).read_bytes())
     return hashed.hexdigest()
