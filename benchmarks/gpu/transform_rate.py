@@ -20,13 +20,29 @@ from benchmarks.gpu.kernel_cases import CHUNK_TOKENS, DeviceClock, PagesCase
 from kvtier.codecs.coded_pages import SlabShape
 from kvtier.codecs.transform.calibrate import PlaneStatistics, table_tensors
 from kvtier.codecs.transform.codec import TransformCoder
-from kvtier.codecs.transform.device import TILING, CudaTransform, TransformTiling
+from kvtier.codecs.transform.device import TILINGS, CudaTransform, TransformTiling, TransformTilings
 from kvtier.codecs.transform.table import TransformTable, read_table, write_table
 from kvtier.codecs.vectors import VectorPages
 from kvtier.format.geometry import Extent, padded
 from kvtier.kernels.paged import Move, PagedKV, Patch
 
-TILINGS = (TILING, TransformTiling(2048, 4), TransformTiling(8192, 8), TransformTiling(4096, 8))
+TRIED = (
+    TILINGS,
+    *(
+        TransformTilings(TransformTiling(*each), TransformTiling(*each))
+        for each in (
+            (8192, 8),
+            (8192, 8, 168),
+            (8192, 8, 128),
+            (16384, 8, 168),
+            (16384, 8, 128),
+            (8192, 4),
+            (8192, 4, 128),
+            (4096, 4),
+            (4096, 8),
+        )
+    ),
+)
 HEADS_COMPARED = 2
 
 
@@ -73,13 +89,13 @@ def main() -> None:
         table = table_of(case, preset)
         coder = TransformCoder(table, held, CHUNK_TOKENS, torch.device("cpu"))
         moves = moves_of(case, padded(coder.n_bytes(range(case.layers))))
-        for tiling in TILINGS:
-            mover = CudaTransform(pages, SlabShape(CHUNK_TOKENS, coder.n_bytes), held, table, tiling)
+        for tilings in TRIED:
+            mover = CudaTransform(pages, SlabShape(CHUNK_TOKENS, coder.n_bytes), held, table, tilings)
             mover.encode(moves).wait()
-            wrong = wrong_bytes(case, pages, coder, moves[1]) if tiling == TILING else ""
+            wrong = wrong_bytes(case, pages, coder, moves[1]) if tilings == TILINGS else ""
             times = clock.device_ms(lambda: mover.encode(moves)), clock.device_ms(lambda: mover.decode(moves))  # noqa: B023
             rates = (f"{case.kv_bytes / ms / 1e9:.2f}" for ms in times)
-            rows.append((preset, f"{tiling.elements} x {tiling.warps}", *rates, str(wrong)))
+            rows.append((preset, "; ".join(dict.fromkeys(map(str, map(tuple, tilings)))), *rates, str(wrong)))
     report.table(("preset", "tiling", "encode, TB/s", "decode, TB/s", "wrong bytes"), rows)
 
 

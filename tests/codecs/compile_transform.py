@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvtier.codecs.transform.chunks import TransformPlane, TransformShape, decode_chunks, encode_chunks
-from kvtier.codecs.transform.device import PLACES_MAX, TILING
+from kvtier.codecs.transform.device import PLACES_MAX, TILINGS
 from tests.codecs.compile_turboquant import INSTRUCTION
 
 TABLES = ("*i32", "*i32", "*fp32", "*fp32", "*fp16", "*i32")
@@ -20,7 +20,8 @@ TYPES = {"planes": "*i64", "table": "*i64", "answers": "*i64", "tables": TABLES}
 def compiled(kernel: triton.JITFunction, size: int, is_bf16: bool) -> None:
     padded = 1 << (size - 1).bit_length()
     planes = [TransformPlane(size, max(32, padded // 2), padded, is_k) for is_k in (True, False)]
-    shape = TransformShape(256, 16, is_bf16, max(16, TILING.elements // padded), PLACES_MAX, True)
+    tiling = TILINGS[kernel is decode_chunks]
+    shape = TransformShape(256, 16, is_bf16, tiling.rows_of(padded), PLACES_MAX, True)
     constants = {"K": planes[0], "V": planes[1], "C": shape, "PAIRS": 512}
     matrix = "*i8" if kernel is encode_chunks else "*fp16"
     types = TYPES | dict.fromkeys(("of_k", "of_v"), (matrix, "*fp32", "*i32"))
@@ -29,7 +30,7 @@ def compiled(kernel: triton.JITFunction, size: int, is_bf16: bool) -> None:
     found = triton.compile(
         ASTSource(kernel, signature, places),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": TILING.warps, "num_stages": 1, "enable_fp_fusion": False},
+        options={"num_warps": tiling.warps, "num_stages": 1, "enable_fp_fusion": False},
     )
     print(json.dumps(Counter(INSTRUCTION.findall(found.asm["ptx"]))))
 

@@ -20,12 +20,13 @@ from triton.language.standard import _elementwise_max
 
 from kvtier.codecs.transform.reference import GAIN_LEAST, GAIN_MIN, POWER_UNIT, Q_EXPONENT, RAW_TOKENS, U_MAX
 from kvtier.kernels.device_part_sum import answer_layer
-from kvtier.kernels.tiles import quotient, square_root, total
+from kvtier.kernels.tiles import fused, plane_of_head, quotient, square_root, total
 
 _GAIN_LEAST, _GAIN_MIN, _POWER_UNIT, _Q_EXPONENT, _U_MAX = (
     tl.constexpr(number) for number in (GAIN_LEAST, GAIN_MIN, POWER_UNIT, Q_EXPONENT, U_MAX)
 )
 _RAW_TOKENS = tl.constexpr(RAW_TOKENS)
+_KEPT = tl.constexpr(128)  # components of the largest vectors whose matrices stay in shared memory between tiles
 _WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: the sum with it is rounded to a whole number
 _WHOLE_BITS = tl.constexpr(0x4B400000)
 
@@ -68,23 +69,30 @@ def _elements(words: tl.tensor, C: tl.constexpr) -> tl.tensor:
 def _rounded(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
     """int16 of the engine's dtype, held within its finite values."""
     if C.is_bf16:
-        bits = tl.clamp(x, -3.3895313892515355e38, 3.3895313892515355e38).to(tl.int32, bitcast=True)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+        x = tl.clamp(x, -3.3895313892515355e38, 3.3895313892515355e38)
+        if C.fast:
+            return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+        else:
+            bits = x.to(tl.int32, bitcast=True)
+            return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
     else:
         return tl.clamp(x, -65504.0, 65504.0).to(tl.float16).to(tl.int16, bitcast=True)
 
 
 @triton.jit
 def _places_of(
-    plane: tl.tensor, head: tl.tensor, blocks: tl.tensor, row: tl.tensor, P: tl.constexpr, C: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Pointers (rows, half) of the elements of the first half of a tile, the mask of valid ones, and their columns."""
+    vectors: tl.tuple, blocks: tl.tensor, row: tl.tensor, P: tl.constexpr, C: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Pointers (rows, half) to elements of the first half of tokens' vectors, and their columns.
+
+    vectors: plane_of_head. row: tokens, all within the chunk.
+    """
+    base, block_stride, token_stride = vectors
     column = tl.arange(0, P.half)[None, :]
-    block = tl.load(blocks + row // C.block_tokens, mask=row < C.tokens, other=0)
-    token = (row % C.block_tokens).to(tl.int64)
-    base = tl.load(plane) + head * tl.load(plane + 3) + block * tl.load(plane + 1) + token * tl.load(plane + 2)
-    inside = (row < C.tokens)[:, None] & (column < P.size // 2)
-    return base[:, None].to(tl.pointer_type(tl.int16)) + column, inside, column
+    words = tl.load(blocks + row // C.block_tokens) * block_stride + (row % C.block_tokens).to(tl.int64) * token_stride
+    # Of elements. Pages are aligned to 16 bytes.
+    starts = tl.multiple_of(2 * words, 8)
+    return base.to(tl.pointer_type(tl.int16)) + starts[:, None] + column, column
 
 
 @triton.jit
@@ -112,41 +120,71 @@ def _angles(
 
 
 @triton.jit
-def _product(q: tl.tensor, forward: tl.tensor, P: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Sums of products of whole numbers (rows, half) with those of a matrix, by bytes of weight 2^16, 2^8 and 1."""
-    place = forward + tl.arange(0, P.half)[:, None] * P.padded + tl.arange(0, P.padded)[None, :]
-    high, low = tl.load(place), tl.load(place + 2 * P.half * P.padded)
-    q_low = ((q + 128) & 255) - 128
-    q_high = ((q - q_low) >> 8).to(tl.int8)
-    q_low = q_low.to(tl.int8)
-    middle = tl.dot(q_high, low, out_dtype=tl.int32) + tl.dot(q_low, high, out_dtype=tl.int32)
-    return tl.dot(q_high, high, out_dtype=tl.int32), middle, tl.dot(q_low, low, out_dtype=tl.int32)
+def _bytes_of_rows(q: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """int8: upper and lower bytes of whole numbers, q = 256 * upper + lower."""
+    return ((q + 128) >> 8).to(tl.int8), q.to(tl.int8)
 
 
 @triton.jit
-def _whole(low: tl.tensor, high: tl.tensor) -> tl.tuple:
-    """Whole numbers of both halves, their exponents (rows), and whether they are sound (rows)."""
-    low_sound, high_sound = tl.abs(low) < _U_MAX, tl.abs(high) < _U_MAX
-    low, high = tl.where(low_sound, low, 0.0), tl.where(high_sound, high, 0.0)
-    top = tl.reduce(tl.maximum(tl.abs(low), tl.abs(high)), 1, _elementwise_max)
-    e = tl.maximum((top.to(tl.int32, bitcast=True) >> 23) - 127 - _Q_EXPONENT, 0)
-    factor = _float((127 - e) << 23)[:, None]
-    low_whole = (low * factor + _WHOLE).to(tl.int32, bitcast=True) - _WHOLE_BITS
-    high_whole = (high * factor + _WHOLE).to(tl.int32, bitcast=True) - _WHOLE_BITS
-    return low_whole, high_whole, e, low_sound & high_sound
+def _halves(matrix: tl.tensor, P: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Bytes of both halves of the transform, (half, padded) each. matrix: to (2, padded, half)."""
+    # What is summed is side by side, as tensor cores want it.
+    at = matrix + tl.arange(0, P.padded)[None, :] * P.half + tl.arange(0, P.half)[:, None]
+    return tl.load(at), tl.load(at + P.half * P.padded)
 
 
 @triton.jit
-def _gains(n: tl.tensor, coded: tl.tensor, counted: tl.tensor, e: tl.tensor, C: tl.constexpr) -> tl.tensor:
+def _component_sums(
+    low: tl.tensor, high: tl.tensor, forward: tl.tensor, upper: tl.tuple, lower: tl.tuple, P: tl.constexpr,
+    C: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """fp32 (rows, padded): whole numbers of both halves, (rows, half), times the transform; exact sums, rounded once.
+
+    forward: to its bytes, upper ones and lower ones. upper, lower: `_halves` of it where they are kept.
+    """
+    low_upper, low_lower = _bytes_of_rows(low)
+    high_upper, high_lower = _bytes_of_rows(high)
+    if P.padded > _KEPT:
+        upper = _halves(forward, P)
+    summed = tl.dot(low_upper, upper[0], out_dtype=tl.int32)
+    summed = tl.dot(high_upper, upper[1], summed, out_dtype=tl.int32) << 8  # below 2^30
+    summed = tl.dot(low_lower, upper[0], summed, out_dtype=tl.int32)
+    summed = tl.dot(high_lower, upper[1], summed, out_dtype=tl.int32)
+    if P.padded > _KEPT:
+        lower = _halves(forward + 2 * P.half * P.padded, P)
+    summed = tl.dot(low_upper, lower[0], summed, out_dtype=tl.int32)
+    summed = tl.dot(high_upper, lower[1], summed, out_dtype=tl.int32)
+    least = tl.dot(low_lower, lower[0], ((summed & 255) << 8), out_dtype=tl.int32)
+    least = tl.dot(high_lower, lower[1], least, out_dtype=tl.int32)
+    # Both are whole numbers that fp32 holds, so only their sum is rounded.
+    upper_sum = (summed >> 8).to(tl.float32)
+    return fused(upper_sum, tl.full(upper_sum.shape, 65536.0, tl.float32), least.to(tl.float32), C.fast)
+
+
+@triton.jit
+def _whole(x: tl.tensor, factor: tl.tensor) -> tl.tensor:
+    """x * factor, rounded to a whole number."""
+    return (x * factor + _WHOLE).to(tl.int32, bitcast=True) - _WHOLE_BITS
+
+
+@triton.jit
+def _largest(x: tl.tensor) -> tl.tensor:
+    return tl.reduce(x, 1, _elementwise_max)
+
+
+@triton.jit
+def _gains(n: tl.tensor, counted: tl.tensor, e: tl.tensor, C: tl.constexpr) -> tl.tensor:
     """int32 (rows): gains as they are stored."""
-    n *= coded
-    top = tl.maximum(tl.reduce(tl.abs(n), 1, _elementwise_max), _GAIN_MIN)
+    top = tl.maximum(_largest(tl.abs(n)), _GAIN_MIN)
     exponent = top.to(tl.int32, bitcast=True) >> 23
     n *= _float((254 - exponent) << 23)[:, None]
     n *= n
     n *= n
     n *= n
-    summed = total((n * _POWER_UNIT + _WHOLE).to(tl.int32, bitcast=True) - _WHOLE_BITS, 1)
+    unit = tl.full(n.shape, _POWER_UNIT, tl.float32)
+    # A power of two as a factor is exact, so that this is rounded once.
+    rounded = fused(n, unit, tl.full(n.shape, _WHOLE, tl.float32), C.fast)
+    summed = total(rounded.to(tl.int32, bitcast=True) - _WHOLE_BITS, 1)
     root = tl.where(summed == 0, 1.0, summed.to(tl.float32) * counted)
     root = square_root(square_root(square_root(root, C.fast), C.fast), C.fast)
     g = tl.maximum(tl.where(summed == 0, 0.0, root) * _float(exponent << 23), _GAIN_MIN)
@@ -166,20 +204,40 @@ def _codes(n: tl.tensor, inverse: tl.tensor, columns: tl.tensor, P: tl.constexpr
 
 
 @triton.jit
-def _groups(x: tl.tensor, C: tl.constexpr, P: tl.constexpr) -> tl.tensor:
-    return x.reshape(C.rows, P.padded // 8, 8)
+def _split(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Even and odd columns."""
+    even, odd = tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
+    return even, odd
 
 
 @triton.jit
-def _bytes_of(
-    whole: tl.tensor, row: tl.tensor, row_bytes: tl.tensor, P: tl.constexpr, C: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Places of the bytes of groups in the codes (rows, groups, 8), and the mask of those that are there."""
-    group = tl.arange(0, P.padded // 8)
-    start, n_bytes = tl.load(whole + 2 * P.padded + group), tl.load(whole + 2 * P.padded + P.padded // 8 + group)
-    number = tl.arange(0, 8)[None, None, :]
-    is_there = (number < n_bytes[None, :, None]) & (row < C.tokens)[:, None, None]
-    return row[:, None, None] * row_bytes + start[None, :, None] + number, is_there
+def _store_codes(
+    codes: tl.tensor, code: tl.tensor, row: tl.tensor, row_bytes: tl.tensor, whole: tl.tensor, P: tl.constexpr,
+    C: tl.constexpr,
+) -> None:  # fmt: skip
+    """Store the codes (rows, padded) of a tile: each group's number, of which a thread has two bytes."""
+    group, pair = tl.arange(0, P.padded // 8), tl.arange(0, 4)[None, None, :]
+    start, n_bytes = tl.load(whole + 3 * P.padded + group), tl.load(whole + 3 * P.padded + P.padded // 8 + group)
+    even_shift, odd_shift = _split(tl.load(whole + tl.arange(0, P.padded)[None, :]))
+    even, odd = _split(code)
+    pairs = (even | (odd << (odd_shift - even_shift))).to(tl.int64) << even_shift.to(tl.int64)
+    number = total(pairs.reshape(C.rows, P.padded // 8, 4), 2)
+    two = (number[:, :, None] >> (16 * pair).to(tl.int64)).to(tl.int32)
+    at = codes + (row[:, None, None] * row_bytes + start[None, :, None] + 2 * pair)
+    rest = tl.where((row < C.tokens)[:, None, None], n_bytes[None, :, None] - 2 * pair, 0)
+    tl.store(at, two.to(tl.uint8), mask=rest > 0)
+    tl.store(at + 1, (two >> 8).to(tl.uint8), mask=rest > 1)
+
+
+@triton.jit
+def _raw_places(
+    vectors: tl.tuple, blocks: tl.tensor, raw: tl.tensor, P: tl.constexpr, C: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Pointers to elements of the first halves of raw tokens in pages and in the slab, and the mask of valid ones."""
+    row = tl.arange(0, _RAW_TOKENS)
+    at, column = _places_of(vectors, blocks, row, P, C)
+    place = row[:, None] * P.size + column
+    return at, raw + place, column + 0 * place < P.size // 2
 
 
 @triton.jit
@@ -195,46 +253,47 @@ def _encode_plane(
     P: tl.constexpr,
     C: tl.constexpr,
 ) -> tl.tensor:
-    """Encode K or V of one layer, head and chunk. Return (rows, half) bool, whether vectors are sound.
+    """Encode K or V of one layer, head and chunk. Return int32: the bits of the largest |u|, more where one is NaN.
 
     of_head: the plane's tables of this layer and head. slab: codes and bytes of a row, gains, raw elements.
     """
     forward, numbers, whole = of_head
     codes, row_bytes, gains, raw = slab
-    is_sound = tl.full((C.rows, P.half), 1, tl.int32) > 0
+    vectors = plane_of_head(plane, head)
+    in_page, in_slab, is_raw = _raw_places(vectors, blocks, raw, P, C)
+    tl.store(in_slab, tl.load(in_page, mask=is_raw), mask=is_raw)
+    tl.store(in_slab + P.size // 2, tl.load(in_page + P.size // 2, mask=is_raw), mask=is_raw)
+    largest = tl.full((C.rows,), 0, tl.int32)
     component = tl.arange(0, P.padded)[None, :]
     columns = numbers + 4 * P.half + component  # behind the means and scales of both halves
-    unit, coded = tl.load(columns), tl.load(columns + P.padded)
-    counted = tl.load(numbers + 4 * P.half + 7 * P.padded)
+    counted = tl.load(numbers + 4 * P.half + 6 * P.padded)
+    upper, lower = _halves(forward, P), _halves(forward + 2 * P.half * P.padded, P)
     for start in range(0, C.tokens, C.rows):
         row = start + tl.arange(0, C.rows)
-        at, inside, column = _places_of(plane, head, blocks, row, P, C)
-        low_words, high_words = tl.load(at, mask=inside, other=0), tl.load(at + P.size // 2, mask=inside, other=0)
-        of_raw, is_raw = raw + (row[:, None] * P.size + column), inside & (row < _RAW_TOKENS)[:, None]
-        tl.store(of_raw, low_words, mask=is_raw)
-        tl.store(of_raw + P.size // 2, high_words, mask=is_raw)
-        low, high = _elements(low_words, C), _elements(high_words, C)
+        token = tl.minimum(row, C.tokens - 1)  # behind the end the last one again
+        at, column = _places_of(vectors, blocks, token, P, C)
+        inside = column < P.size // 2
+        low = _elements(tl.load(at, mask=inside, other=0), C)
+        high = _elements(tl.load(at + P.size // 2, mask=inside, other=0), C)
         if P.is_k:
-            within, at_place = _angles(tables, layer, place, row, column, P, C)
+            within, at_place = _angles(tables, layer, place, token, column, P, C)
             low, high = _turned(low, high, within, inside, False, P)
-            low, high = _turned(low, high, at_place, column < P.size // 2, False, P)
+            low, high = _turned(low, high, at_place, inside, False, P)
         low = (low - tl.load(numbers + column)) * tl.load(numbers + 2 * P.half + column)
         high = (high - tl.load(numbers + P.half + column)) * tl.load(numbers + 3 * P.half + column)
-        low, high, e, sound = _whole(tl.where(inside, low, 0.0), tl.where(inside, high, 0.0))
-        is_sound &= sound
-        low_high, low_middle, low_low = _product(low, forward, P)
-        high_high, high_middle, high_low = _product(high, forward + P.half * P.padded, P)
-        summed = ((low_high + high_high).to(tl.int64) << 16) + ((low_middle + high_middle).to(tl.int64) << 8)
-        n = (summed + (low_low + high_low)).to(tl.float32) * unit
-        gain = _gains(n, coded, counted, e, C)
+        low_bits, high_bits = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+        top = _largest(tl.maximum(low_bits & 0x7FFFFFFF, high_bits & 0x7FFFFFFF))
+        largest = tl.maximum(largest, top)
+        # Of vectors that are refused the exponents are held low only to be defined.
+        e = tl.minimum(tl.maximum((top >> 23) - 127 - _Q_EXPONENT, 0), 64)
+        factor = _float((127 - e) << 23)[:, None]
+        n = _component_sums(_whole(low, factor), _whole(high, factor), forward, upper, lower, P, C) * tl.load(columns)
+        gain = _gains(n, counted, e, C)
         tl.store(gains + row, gain.to(tl.uint8), mask=row < C.tokens)
         g = _float((gain + _GAIN_LEAST - 8 * e) << 20)
-        found = _codes(n, quotient(tl.full(g.shape, 1.0, tl.float32), g, C.fast), columns + 2 * P.padded, P)
-        shifted = found.to(tl.int64) << tl.load(whole + component).to(tl.int64)
-        packed = total(_groups(shifted, C, P), 2)[:, :, None] >> (8 * tl.arange(0, 8)[None, None, :]).to(tl.int64)
-        at, is_there = _bytes_of(whole, row, row_bytes, P, C)
-        tl.store(codes + at, (packed & 255).to(tl.uint8), mask=is_there)
-    return is_sound
+        code = _codes(n, quotient(tl.full(g.shape, 1.0, tl.float32), g, C.fast), columns + P.padded, P)
+        _store_codes(codes, code, row, row_bytes, whole, P, C)
+    return tl.reduce(largest, 0, _elementwise_max)
 
 
 @triton.jit
@@ -254,36 +313,41 @@ def _decode_plane(
     """Decode K or V of one layer, head and chunk into pages. Arguments as of `_encode_plane`."""
     inverse, numbers, whole = of_head
     codes, row_bytes, gains, raw = slab
+    vectors = plane_of_head(plane, head)
+    in_page, in_slab, is_raw = _raw_places(vectors, blocks, raw, P, C)
+    is_raw &= first_token == 0
+    tl.store(in_page, tl.load(in_slab, mask=is_raw), mask=is_raw)
+    tl.store(in_page + P.size // 2, tl.load(in_slab + P.size // 2, mask=is_raw), mask=is_raw)
     component = tl.arange(0, P.padded)[None, :]
-    shift, first = tl.load(whole + component).to(tl.int64), tl.load(whole + P.padded + component)
-    steps = tl.load(numbers + 4 * P.half + 6 * P.padded + component)
-    mask = (2 * steps).to(tl.int64) - 1
+    first, bit = tl.load(whole + P.padded + component), tl.load(whole + 2 * P.padded + component)
+    mask = (2 * tl.load(numbers + 4 * P.half + 5 * P.padded + component)).to(tl.int32) - 1
     matrix = inverse + tl.arange(0, P.padded)[:, None] * (2 * P.half) + tl.arange(0, P.half)[None, :]
-    backs = numbers + 4 * P.half + 7 * P.padded + 8
+    to_low, to_high = tl.load(matrix), tl.load(matrix + P.half)
+    backs = numbers + 4 * P.half + 6 * P.padded + 8
     for start in range(0, C.tokens, C.rows):
         row = start + tl.arange(0, C.rows)
-        at, is_there = _bytes_of(whole, row, row_bytes, P, C)
-        parts = tl.load(codes + at, mask=is_there, other=0).to(tl.int64)
-        packed = total(parts << (8 * tl.arange(0, 8)[None, None, :]).to(tl.int64), 2)
-        spread = tl.broadcast_to(packed[:, :, None], (C.rows, P.padded // 8, 8)).reshape(C.rows, P.padded)
-        code = ((spread >> shift) & mask).to(tl.int32)
-        values = tl.load(tables[4] + first + code)
-        gain = tl.load(gains + row, mask=row < C.tokens, other=0).to(tl.int32)
-        g = _float((gain + _GAIN_LEAST) << 20)[:, None]
-        at, inside, column = _places_of(plane, head, blocks, row, P, C)
-        low = tl.load(numbers + column) + tl.dot(values, tl.load(matrix)) * (tl.load(backs + column) * g)
-        high = tl.dot(values, tl.load(matrix + P.half)) * (tl.load(backs + P.half + column) * g)
+        token = tl.minimum(row, C.tokens - 1)
+        # A code is in two bytes at most; behind the last one of all there are gains.
+        of_bytes = codes + ((token * row_bytes)[:, None] + (bit >> 3))
+        two = tl.load(of_bytes).to(tl.int32) | (tl.load(of_bytes + 1).to(tl.int32) << 8)
+        values = tl.load(tables[4] + (first + ((two >> (bit & 7)) & mask)))
+        g = _float((tl.load(gains + token).to(tl.int32) + _GAIN_LEAST) << 20)[:, None]
+        at, column = _places_of(vectors, blocks, token, P, C)
+        inside = column < P.size // 2
+        if P.padded > _KEPT:
+            to_low = tl.load(matrix)
+        low = tl.load(numbers + column) + tl.dot(values, to_low) * (tl.load(backs + column) * g)
+        if P.padded > _KEPT:
+            to_high = tl.load(matrix + P.half)
+        high = tl.dot(values, to_high) * (tl.load(backs + P.half + column) * g)
         high = tl.load(numbers + P.half + column) + high
         if P.is_k:
-            within, at_place = _angles(tables, layer, place, row, column, P, C)
-            low, high = _turned(low, high, at_place, column < P.size // 2, True, P)
+            within, at_place = _angles(tables, layer, place, token, column, P, C)
+            low, high = _turned(low, high, at_place, inside, True, P)
             low, high = _turned(low, high, within, inside, True, P)
-        of_raw, is_raw = raw + (row[:, None] * P.size + column), inside & (row < _RAW_TOKENS)[:, None]
-        low_raw = tl.load(of_raw, mask=is_raw, other=0)
-        high_raw = tl.load(of_raw + P.size // 2, mask=is_raw, other=0)
-        inside &= (row >= first_token)[:, None]
-        tl.store(at, tl.where(is_raw, low_raw, _rounded(low, C)), mask=inside)
-        tl.store(at + P.size // 2, tl.where(is_raw, high_raw, _rounded(high, C)), mask=inside)
+        is_wanted = (row >= tl.maximum(first_token, _RAW_TOKENS)) & (row < C.tokens)
+        tl.store(at, _rounded(low, C), mask=inside & is_wanted[:, None])
+        tl.store(at + P.size // 2, _rounded(high, C), mask=inside & is_wanted[:, None])
 
 
 @triton.jit
@@ -292,8 +356,8 @@ def _of_head(tables: tl.tuple, cell: tl.tensor, MATRICES: tl.constexpr, P: tl.co
     matrix, numbers, whole = tables
     return (
         matrix + cell * (MATRICES * 2 * P.half * P.padded),
-        numbers + cell * (4 * P.half + 7 * P.padded + 8 + 2 * P.half),
-        whole + cell * (2 * P.padded + P.padded // 4),
+        numbers + cell * (4 * P.half + 6 * P.padded + 8 + 2 * P.half),
+        whole + cell * (3 * P.padded + P.padded // 4),
     )
 
 
@@ -363,11 +427,10 @@ def encode_chunks(
     cell = (layer * page_heads + first_head + head).to(tl.int64)
     plane, of_page = planes + layer * 8, first_head + head
     k_head, v_head = _of_head(of_k, cell, 2, K), _of_head(of_v, cell, 2, V)
-    k_sound = _encode_plane(plane, of_page, move + 2, layer, place, k_head, tables, k_slab, K, C)
-    v_sound = _encode_plane(plane + 4, of_page, move + 2, layer, place, v_head, tables, v_slab, V, C)
-    bad_k = tl.reduce(tl.reduce((k_sound == 0).to(tl.int32), 1, _elementwise_max), 0, _elementwise_max)
-    bad_v = tl.reduce(tl.reduce((v_sound == 0).to(tl.int32), 1, _elementwise_max), 0, _elementwise_max)
-    is_refused = (bad_k | bad_v | (position != place * C.tokens).to(tl.int32)) != 0
+    k_largest = _encode_plane(plane, of_page, move + 2, layer, place, k_head, tables, k_slab, K, C)
+    v_largest = _encode_plane(plane + 4, of_page, move + 2, layer, place, v_head, tables, v_slab, V, C)
+    is_sound = _float(tl.maximum(k_largest, v_largest)) < _U_MAX  # not so with NaN
+    is_refused = (is_sound == 0) | (position != place * C.tokens)
     tl.debug_barrier()
     end = _layer_start(tables, page_layer, layer + 1, slab_start, K, V, C)
     answer_layer(answers, slab, first, end, slab_bytes, move + 2 + N_BLOCKS + head, is_refused, PAIRS, PAIRS)

@@ -6,9 +6,9 @@ rounding. All chunks, layers and heads, K and V, are one launch. The kernels' ta
     tables   bytes of a row by layer; which angles by layer; angles of tokens within a chunk and of places of chunks,
              cosines then sines; levels, 0 where a component has no bits; sum of the bytes of a row before each layer
     of_k     of encoding the bytes of `forward` as int8, of decoding `inverse`; of each cell floats: means and scales of
-             both halves, by component unit, 1 if it is coded, rate, c1, c3, c5 and half the number of codes, then the
-             gain's factor and units of both halves; of each cell integers: shifts of codes, levels of code 0, first
-             bytes and numbers of bytes of groups
+             both halves, by component unit (0 if it is not coded), rate, c1, c3, c5 and half the number of codes, then
+             the gain's factor and units of both halves; of each cell integers: shifts of codes in the numbers of their
+             groups, levels of code 0, bits of a row before codes, first bytes and numbers of bytes of groups
 """
 
 from __future__ import annotations
@@ -31,13 +31,23 @@ PLACES_MAX = 4096  # chunks of a prompt whose angles are kept; later ones are re
 
 
 class TransformTiling(NamedTuple):
-    """Elements of a head that a program works on at once, and its warps."""
+    """Elements of a head that a program works on at once, its warps, and the registers that a thread may have."""
 
     elements: int
     warps: int
+    registers: int | None = None
+
+    def rows_of(self, padded: int) -> int:
+        """Return how many tokens a program works on. padded: components of a vector, a power of two."""
+        return max(16, self.elements // padded)
 
 
-TILING = TransformTiling(4096, 4)  # not measured yet
+class TransformTilings(NamedTuple):
+    encode: TransformTiling = TransformTiling(16384, 8)
+    decode: TransformTiling = TransformTiling(8192, 8, 128)
+
+
+TILINGS = TransformTilings()
 
 
 class CudaTransform(CodedPages):
@@ -47,24 +57,27 @@ class CudaTransform(CodedPages):
         slabs: SlabShape,
         held: Extent,
         table: TransformTable,
-        tiling: TransformTiling = TILING,
+        tilings: TransformTilings = TILINGS,
         places: int = PLACES_MAX,
     ) -> None:
-        """Compiles for these pages, which takes some seconds. tiling, places: others only to test.
+        """Compiles for these pages, which takes some seconds. tilings, places: others only to test.
 
         Raises ValueError for pages that are not bf16 or fp16, or not aligned to 16 bytes.
         """
         super().__init__(pages, slabs, held)
-        self._tiling = tiling
+        self._tilings = tilings
         device = self.device
         sizes = [plane.shape[3] for plane in pages.layers[0].planes]
         self._k, self._v = (
             TransformPlane(size, max(32, _power_of_two(size // 2)), _power_of_two(size), number == 0)
             for number, size in enumerate(sizes)
         )
-        rows = max(16, tiling.elements // max(self._k.padded, self._v.padded))
+        widest = max(self._k.padded, self._v.padded)
         fast = device.type == "cuda"  # on the CPU it is interpreted, for tests
-        self._shape = TransformShape(slabs.tokens, pages.block_tokens, self.is_bf16, rows, places, fast)
+        self._shapes = [
+            TransformShape(slabs.tokens, pages.block_tokens, self.is_bf16, tiling.rows_of(widest), places, fast)
+            for tiling in tilings
+        ]
         layers = slice(held.first_layer, held.end_layer)
         row_bytes = table.row_bytes[layers, 0].int()
         unique, bases = torch.unique(table.frequencies[layers], dim=0, return_inverse=True)
@@ -98,10 +111,11 @@ class CudaTransform(CodedPages):
             *self._place(group),
             self._k,
             self._v,
-            self._shape,
+            self._shapes[0],
             PAIRS_PER_PAGE,
-            num_warps=self._tiling.warps,
+            num_warps=self._tilings.encode.warps,
             num_stages=1,
+            maxnreg=self._tilings.encode.registers,
             enable_fp_fusion=False,
         )
 
@@ -115,9 +129,10 @@ class CudaTransform(CodedPages):
             *self._place(group),
             self._k,
             self._v,
-            self._shape,
-            num_warps=self._tiling.warps,
+            self._shapes[1],
+            num_warps=self._tilings.decode.warps,
             num_stages=1,
+            maxnreg=self._tilings.decode.registers,
             enable_fp_fusion=False,
         )
 
@@ -141,11 +156,12 @@ class _PlaneParts(NamedTuple):
         forward = _wide(forward, shape.padded)
         low = ((forward + 128) & 255) - 128
         limbs = torch.stack([(forward - low) >> 8, low], 1).to(torch.int8)
+        limbs = limbs.view(*limbs.shape[:2], 2, -1, shape.padded).mT
         inverse = _wide(_halved(coder.inverse.half(), shape, 2).mT, shape.padded).mT
         bits = coder.bits
         halves = [_halved(x, shape, 2).flatten(1) for x in (coder.mean, coder.scale, coder.back)]
         curves = torch.tensor(CURVES, dtype=torch.float32)[bits.flatten(1)].movedim(-1, 0)
-        columns = [x.flatten(1) for x in (coder.unit, bits > 0, *curves.unbind(0), (1 << bits) / 2)]
+        columns = [x.flatten(1) for x in (coder.unit * (bits > 0), *curves.unbind(0), (1 << bits) / 2)]
         padded = [_wide(x.float(), shape.padded) for x in columns]
         padded[-1] = padded[-1].clamp(min=0.5)
         counted = torch.nn.functional.pad(coder.counted.flatten(1), (0, 7))
@@ -153,9 +169,12 @@ class _PlaneParts(NamedTuple):
         groups = bits.view(len(bits), -1, GROUP)
         ends = groups.cumsum(-1)
         n_bytes = ends[..., -1] // 8
-        of_groups = [_wide(x, shape.padded // 8) for x in (n_bytes.cumsum(-1) - n_bytes + before, n_bytes)]
+        starts = n_bytes.cumsum(-1) - n_bytes + before
+        of_groups = [_wide(x, shape.padded // 8) for x in (starts, n_bytes)]
         firsts = torch.nn.functional.pad(coder.first.flatten(1), (0, shape.padded - shape.size), value=510)
-        whole = torch.cat([_wide((ends - groups).flatten(1), shape.padded), firsts, *of_groups], -1).int()
+        shifts = ends - groups
+        places = [_wide(x.flatten(1), shape.padded) for x in (shifts, 8 * starts.unsqueeze(-1) + shifts)]
+        whole = torch.cat([places[0], firsts, places[1], *of_groups], -1).int()
         return cls(limbs, inverse, numbers, whole)
 
 
