@@ -14,6 +14,7 @@
 #   ceilings     copies, storage, KvikIO's reads into the GPU                          50   150
 #   kernels      gather, scatter, checksum                                             60   120
 #   weights      weights from tmpfs by kvtier and others (WHEELS: a folder of theirs)  270   580
+#   weights-engine  an engine's start by phases, of each of FORMATS, and its first prompt from storage    350   590
 #   tests        tests/kernels, tests/gpu and tests/io, on the device                  90   240
 #   codecs       the codecs' kernels (TUNE: other tilings too)                           90   200
 #   equality     blocks and tokens, CUDA graphs on; of each of MODELS                 150   280 each
@@ -47,7 +48,7 @@
 #
 # Environment: OUT (where JSON and logs go), COUNT (prompts a length), SYSTEMS (of versus and long-doc-qa),
 # SAVE_PARTS (of save: ttft,decode,burst), FOLDER (of save), SHM (of /dev/shm), LANES_S (seconds for all lanes), LENGTHS, FOLDERS (of ceilings),
-# KINDS (of under-load), MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as JSON), COMMIT (to write down),
+# KINDS (of under-load), FORMATS (of weights-engine), MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as JSON), COMMIT (to write down),
 # BUNDLE, PARTS, DISK (a folder on the disk), TINY (any text: a tiny model on a CPU, to try this script and all but
 # ceilings, kernels, doctor and demo).
 # ARENA (size; empty: none), NAME (of the JSON): the host arena in the README's table is ttft-tmpfs with
@@ -229,6 +230,9 @@ stage() {
       TINY="" bench kernels 120 --out "$OUT/kernels.json" ;;
     weights)
       bench weights_rate 580 --out "$OUT/weights_rate.json" --folder "$MEMORY/weights" ${WHEELS:+--wheels "$WHEELS"} ;;
+    weights-engine)
+      bench weights_engine 590 --out "$OUT/weights_engine.json" --folder "$MEMORY/start" --logs "$WORK/logs" \
+        --formats "${FORMATS:-auto,kvtier}" --repetitions "${REPEAT:-2}" ${WHEELS:+--wheels "$WHEELS"} ;;
     tests)
       (cd "$TREE" && timeout -k 10 240 python3 -m pytest -q -p no:cacheprovider -n 4 --dist loadfile --rootdir "$TREE" \
         tests/kernels tests/gpu tests/io) ;;

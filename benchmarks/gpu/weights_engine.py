@@ -151,32 +151,37 @@ def run_all(options: argparse.Namespace) -> int:
         ("kvtier with its tier", job | {"format": "kvtier", "tier": tier, "llm": compiled}),
     ]
     found: dict[str, list[dict[str, Any]]] = {}
-    turns = [*starts * options.repetitions, *whole * max(2, options.repetitions)]
+    turns = [*whole * max(2, options.repetitions), *starts * options.repetitions]
+    is_right = False
     for number, (name, each) in enumerate(turns):
         extra = {"model_loader_extra_config": plans} if each["format"] == "kvtier" else {}
         runs = found.setdefault(name, [])
         runs.append(run_start(options, each | {"llm": each["llm"] | extra}, options.logs / f"start-{number}.log"))
         print(name, {key: value for key, value in runs[-1].items() if key not in ("sums", "failed")}, flush=True)
-    content = {"tokens": tokens, "chunk_tokens": TINY_CHUNK if options.tiny else 256, "starts": found}
-    done = [run for runs in found.values() for run in runs if "failed" not in run]
-    content["equal_parameters"] = _equal(done)
-    content["equal_answers"] = len({tuple(run["answer"]) for run in done}) == 1
-    report.write(options.out, QUESTION, content, "instanttensor", "fastsafetensors")
+        is_right = write(options, {"tokens": tokens, "chunk_tokens": TINY_CHUNK if options.tiny else 256}, found)
     rows = []
     keys = ("import_s", "load_weights_s", "after_loading_s", "compile_s", "graphs_s", "ready_s", "answered_s")
     for name, runs in found.items():
         for run in (run for run in runs if "failed" not in run):
             rows.append([name, *(f"{run[key]:.2f}" if key in run else "-" for key in keys), run["hit_tokens"]])
     report.table(COLUMNS, rows)
-    print(f"parameters equal: {content['equal_parameters']}, answers equal: {content['equal_answers']}")
+    print(f"all starts worked, with equal parameters: {is_right}")
     shutil.rmtree(options.folder, ignore_errors=True)
-    return int(not content["equal_parameters"] or len(done) < len(turns))
+    return int(not is_right)
 
 
-def _equal(runs: list[dict[str, Any]]) -> bool:
-    """Return whether all parameters have the same sums, which are left out of the results."""
-    sums = [run.pop("sums") for run in runs]
-    return all(one == sums[0] for one in sums)
+def write(options: argparse.Namespace, content: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> bool:
+    """Write the starts so far, without their sums. Return whether all worked and all parameters have equal sums."""
+    runs = [run for each in found.values() for run in each]
+    done = [run for run in runs if "failed" not in run]
+    content["equal_parameters"] = all(run["sums"] == done[0]["sums"] for run in done)
+    content["equal_answers"] = len({tuple(run["answer"]) for run in done}) == 1
+    content["starts"] = {
+        name: [{key: value for key, value in run.items() if key != "sums"} for run in each]
+        for name, each in found.items()
+    }
+    report.write(options.out, QUESTION, content, "instanttensor", "fastsafetensors")
+    return bool(content["equal_parameters"]) and len(done) == len(runs)
 
 
 def main() -> int:
