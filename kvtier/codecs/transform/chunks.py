@@ -216,15 +216,16 @@ def _store_codes(
     C: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the codes (rows, padded) of a tile: each group's number, of which a thread has two bytes."""
-    group, pair = tl.arange(0, P.padded // 8), tl.arange(0, 4)[None, None, :]
+    group, pair = tl.arange(0, P.padded // 8)[None, :, None], tl.arange(0, 4)[:, None, None]
     start, n_bytes = tl.load(whole + 3 * P.padded + group), tl.load(whole + 3 * P.padded + P.padded // 8 + group)
     even_shift, odd_shift = _split(tl.load(whole + tl.arange(0, P.padded)[None, :]))
     even, odd = _split(code)
     pairs = (even | (odd << (odd_shift - even_shift))).to(tl.int64) << even_shift.to(tl.int64)
-    number = total(pairs.reshape(C.rows, P.padded // 8, 4), 2)
-    two = (number[:, :, None] >> (16 * pair).to(tl.int64)).to(tl.int32)
-    at = codes + (row[:, None, None] * row_bytes + start[None, :, None] + 2 * pair)
-    rest = tl.where((row < C.tokens)[:, None, None], n_bytes[None, :, None] - 2 * pair, 0)
+    # Triton gives threads to the first dimensions: the bytes of a row, not rows.
+    number = total(pairs.reshape(C.rows, P.padded // 8, 4), 2).trans(1, 0)[None, :, :]
+    two = (number >> (16 * pair).to(tl.int64)).to(tl.int32)
+    at = codes + (row[None, None, :] * row_bytes + start + 2 * pair)
+    rest = tl.where((row < C.tokens)[None, None, :], n_bytes - 2 * pair, 0)
     tl.store(at, two.to(tl.uint8), mask=rest > 0)
     tl.store(at + 1, (two >> 8).to(tl.uint8), mask=rest > 1)
 
@@ -318,7 +319,7 @@ def _decode_plane(
     is_raw &= first_token == 0
     tl.store(in_page, tl.load(in_slab, mask=is_raw), mask=is_raw)
     tl.store(in_page + P.size // 2, tl.load(in_slab + P.size // 2, mask=is_raw), mask=is_raw)
-    component = tl.arange(0, P.padded)[None, :]
+    component = tl.arange(0, P.padded)[:, None]
     first, bit = tl.load(whole + P.padded + component), tl.load(whole + 2 * P.padded + component)
     mask = (2 * tl.load(numbers + 4 * P.half + 5 * P.padded + component)).to(tl.int32) - 1
     matrix = inverse + tl.arange(0, P.padded)[:, None] * (2 * P.half) + tl.arange(0, P.half)[None, :]
@@ -327,10 +328,11 @@ def _decode_plane(
     for start in range(0, C.tokens, C.rows):
         row = start + tl.arange(0, C.rows)
         token = tl.minimum(row, C.tokens - 1)
-        # A code is in two bytes at most; behind the last one of all there are gains.
-        of_bytes = codes + ((token * row_bytes)[:, None] + (bit >> 3))
+        # A code is in two bytes at most; behind the last one of all there are gains. Triton gives threads to the first
+        # dimension: components, which lie side by side, not rows.
+        of_bytes = codes + ((token * row_bytes)[None, :] + (bit >> 3))
         two = tl.load(of_bytes).to(tl.int32) | (tl.load(of_bytes + 1).to(tl.int32) << 8)
-        values = tl.load(tables[4] + (first + ((two >> (bit & 7)) & mask)))
+        values = tl.load(tables[4] + (first + ((two >> (bit & 7)) & mask))).trans(1, 0)
         g = _float((tl.load(gains + token).to(tl.int32) + _GAIN_LEAST) << 20)[:, None]
         at, column = _places_of(vectors, blocks, token, P, C)
         inside = column < P.size // 2
