@@ -15,7 +15,8 @@ gains most of it; steps go to the layers that gain most of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -51,7 +52,8 @@ def table_tensors(k: PlaneStatistics, v: PlaneStatistics, frequencies: torch.Ten
     tensors = {"levels": torch.from_numpy(values), "frequencies": frequencies.double()}
     costs = []
     for name, plane in (("k", k), ("v", v)):
-        found, cost = _plane(plane)
+        with _one_thread():
+            found, cost = _plane(plane)
         tensors |= {f"{name}.{field}": tensor for field, tensor in found.items()}
         costs.append(cost)
     gains = torch.tensor(errors[:-1], dtype=torch.float64) - torch.tensor(errors[1:], dtype=torch.float64)
@@ -71,6 +73,17 @@ def table_tensors(k: PlaneStatistics, v: PlaneStatistics, frequencies: torch.Ten
         n_k = costs[0].shape[-1]
         tensors[f"{preset}.k"], tensors[f"{preset}.v"] = given[..., :n_k], given[..., n_k:]
     return tensors
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Have torch compute on one thread: on matrices of a head, 32 took over a minute where one takes seconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _plane(plane: PlaneStatistics) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

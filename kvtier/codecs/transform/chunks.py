@@ -329,7 +329,7 @@ def _decode_plane(
         row = start + tl.arange(0, C.rows)
         token = tl.minimum(row, C.tokens - 1)
         # A code is in two bytes at most; behind the last one of all there are gains. Triton gives threads to the first
-        # dimension: components, which lie side by side, not rows.
+        # dimension: neighbouring components, not rows.
         of_bytes = codes + ((token * row_bytes)[None, :] + (bit >> 3))
         two = tl.load(of_bytes).to(tl.int32) | (tl.load(of_bytes + 1).to(tl.int32) << 8)
         values = tl.load(tables[4] + (first + ((two >> (bit & 7)) & mask))).trans(1, 0)
