@@ -117,6 +117,7 @@ def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], setting
     )
     codec, signer = make_codec(settings, rope_base(model)), settings.signing.signer()
     packing = packing_of(spec, vllm_config)
+    packing.check_codec(settings.codec)
     namespace = Namespace(
         # Before "-k1" codecs took K of a CPU's pages, which is packed by element, as if it were by token.
         engine=packing.family + ("-k1" if packing.is_halved and settings.codec != "raw" else ""),

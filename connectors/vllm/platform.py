@@ -3,8 +3,9 @@
 On CUDA every known backend keeps a vector's elements together, whatever the strides, so bytes are exchanged between
 engines of any block size. On the CPU, K of a page (block, head) is packed for the instruction set, over the whole
 block: bytes are exchanged only between engines with the same packing and block size. Observed in 0.27.1 and 0.32.0 on
-AVX-512, by writing known vectors through vLLM's own operator: K is [element][token], V is [token][element]. The packing
-of other platforms is unknown, and start-up is refused.
+AVX-512, by writing known vectors through vLLM's own operator: with "vec" and "vec16" K is [element][token] and V is
+[token][element]; with "amx" (bf16 where the CPU has AMX) both are packed in pairs of elements and of tokens. Codecs that
+read vectors are refused with all but "vec" and "vec16". The packing of other platforms is unknown, and start-up is refused.
 """
 
 from __future__ import annotations
@@ -20,14 +21,25 @@ from kvtier.errors import ConfigError
 log = logging.getLogger("kvtier")
 
 FAMILY = "vllm"
+BY_ELEMENT = ("vec", "vec16")  # instruction sets of vLLM's attention on a CPU whose packing codecs can read
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """family: engines whose KV bytes can be exchanged, as far as the platform decides. is_halved: see kv_layout."""
+    """family: engines whose KV bytes can be exchanged, as far as the platform decides. is_halved: see kv_layout.
+
+    unread: the instruction set whose packing of vectors codecs cannot read.
+    """
 
     family: str
     is_halved: bool
+    unread: str = ""
+
+    def check_codec(self, codec: str) -> None:
+        """Raise ConfigError for a codec that would take other numbers for a vector's."""
+        if self.unread and codec != "raw":
+            fix = f"vLLM packs KV on this CPU for {self.unread!r}, which only raw moves as it is: set it to raw"
+            raise ConfigError("codec", codec, fix)
 
 
 def packing_of(spec: Any, vllm_config: Any) -> Packing:
@@ -45,7 +57,8 @@ def packing_of(spec: Any, vllm_config: Any) -> Packing:
         raise ConfigError("kv_cache_dtype", cache_dtype, "vLLM has it on GPUs only; use auto, bfloat16 or fp8")
     if type(spec).__name__ == "MLAAttentionSpec":
         return Packing(f"{FAMILY}-cpu-mla", False)
-    return Packing(f"{FAMILY}-cpu-{_cpu_packing(spec, vllm_config)}-b{spec.block_size}", True)
+    isa = _cpu_packing(spec, vllm_config)
+    return Packing(f"{FAMILY}-cpu-{isa}-b{spec.block_size}", True, "" if isa in BY_ELEMENT else isa)
 
 
 def device_name() -> str:

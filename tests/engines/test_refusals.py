@@ -347,3 +347,36 @@ def test_packing_on_the_cpu_names_block_and_instruction_set(monkeypatch: pytest.
     families = [platform.packing_of(spec, config) for spec in (small, large)]
     assert families[0] != families[1] and all(packing.is_halved for packing in families)
     assert families[0].family.startswith("vllm-cpu-") and families[0].family.endswith("-b32")
+
+
+def written(isa: str) -> tuple[bool, bool]:
+    """Return whether vLLM's operator packs K as [element][token] and V as [token][element] of a block and head."""
+    from vllm import _custom_ops
+
+    blocks, heads, tokens, size = 3, 2, 32, 64
+    k, v = (torch.randn(blocks * tokens, heads, size, dtype=torch.bfloat16) for _ in range(2))
+    cache = torch.zeros(blocks, heads, 2, tokens, size, dtype=torch.bfloat16)
+    _custom_ops.cpu_attn_reshape_and_cache(k, v, *cache.unbind(2), torch.arange(len(k)), isa)
+    by_element = cache[:, :, 0].reshape(blocks, heads, size, tokens).permute(0, 3, 1, 2).flatten(0, 1)
+    return torch.equal(by_element, k), torch.equal(cache[:, :, 1].transpose(1, 2).flatten(0, 1), v)
+
+
+@pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
+def test_codecs_are_refused_where_a_cpu_packs_kv_in_pairs(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They took numbers of other tokens and elements for a vector's, and lost much more than they should."""
+    cpu_attn = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
+    can_read = isa in platform.BY_ELEMENT
+    if not can_read and not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM's operator has no AMX where there is no AVX-512")
+    assert written(isa) == (can_read, can_read)
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda dtype, block_size: isa)
+    monkeypatch.setattr("vllm.platforms.current_platform", Platform("cpu"))
+    config = engine()
+    config.model_config.dtype = torch.bfloat16
+    packing = platform.packing_of(FullAttentionSpec(block_size=32, head_size=64, dtype=torch.bfloat16), config)
+    packing.check_codec("raw")
+    if can_read:
+        packing.check_codec("int8")
+    else:
+        with pytest.raises(ConfigError, match="codec = 'int8': vLLM packs KV on this CPU for 'amx'.*set it to raw"):
+            packing.check_codec("int8")
