@@ -4,8 +4,9 @@ On CUDA every known backend keeps a vector's elements together, whatever the str
 engines of any block size. On the CPU, K of a page (block, head) is packed for the instruction set, over the whole
 block: bytes are exchanged only between engines with the same packing and block size. Observed in 0.27.1 and 0.32.0 on
 AVX-512, by writing known vectors through vLLM's own operator: with "vec" and "vec16" K is [element][token] and V is
-[token][element]; with "amx" (bf16 where the CPU has AMX) both are packed in pairs of elements and of tokens. Codecs that
-read vectors are refused with all but "vec" and "vec16". The packing of other platforms is unknown, and start-up is refused.
+[token][element]; with "amx" (bf16 where the CPU has AMX) both are packed in pairs, K of elements and V of tokens.
+Codecs that read vectors are refused with all but "vec" and "vec16". The packing of other platforms is unknown, and
+start-up is refused.
 """
 
 from __future__ import annotations
