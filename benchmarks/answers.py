@@ -4,7 +4,8 @@
 
 Documents are prose and code that this machine holds, QUESTIONS are asked about each. An engine for each preset stores
 all documents, empties its own prefix cache, and answers ANSWER_TOKENS tokens, whatever the end mark; the first engine
-also answers without the tier. Runs on a CPU, in float32. --table is what `kvtier calibrate` made, for tc4 and tc3.
+also answers without the tier, and once more with the documents' KV rounded to bf16, the control. Runs on a CPU, in
+float32. --table is what `kvtier calibrate` made, for tc4 and tc3.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from kvtier.codecs.transform.table import PRESET_BITS
 QUESTIONS = ("Explain in detail what the text above is about.", "List the names and terms that the text above defines.")
 KINDS = {"prose": 5, "code": 5}  # documents of each kind
 DOCUMENT_TOKENS, CHUNK_TOKENS, ANSWER_TOKENS = 1_100, 256, 64
+STORED_TOKENS = DOCUMENT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "block_size": 32,
@@ -94,7 +96,11 @@ def compared(own: Sequence[dict[str, Any]], loaded: Sequence[dict[str, Any]]) ->
     }
 
 
-def run_engine(preset: str, options: argparse.Namespace, prompts: list[list[int]], has_own: bool) -> dict[str, Any]:
+def run_engine(preset: str, options: argparse.Namespace, prompts: list[list[int]], is_first: bool) -> dict[str, Any]:
+    """Return the answers with a preset as "loaded"; of the first engine also "own" and "bf16"."""
+    steps: list[list[Any]] = [["answer_documents", prompts, len(QUESTIONS), ANSWER_TOKENS, is_first]]
+    if is_first:
+        steps.append(["answer_in_bf16", prompts, STORED_TOKENS, ANSWER_TOKENS])
     extra = TIER | {"codec": preset}
     if preset in PRESET_BITS:
         extra["codec_table"] = str(options.table.resolve())
@@ -107,11 +113,11 @@ def run_engine(preset: str, options: argparse.Namespace, prompts: list[list[int]
             "extra": extra,
             "llm": ENGINE,
             "environment": environment_of("kvtier", Path(folder)) | TINY_ENVIRONMENT,
-            "steps": [["answer_documents", prompts, len(QUESTIONS), ANSWER_TOKENS, has_own]],
+            "steps": steps,
         }
         engine = EngineProcess(f"answers-{preset}", job, options.logs, options.timeout)
-        found: dict[str, Any] = engine.results(options.timeout)["answer_documents"]
-        return found
+        found = engine.results(options.timeout)
+        return {**found["answer_documents"], "bf16": found.get("answer_in_bf16")}
 
 
 def main() -> None:
@@ -130,7 +136,9 @@ def main() -> None:
     presets: dict[str, Any] = {}
     for preset in options.presets.split(","):
         answers = run_engine(preset, options, prompts, not own)
-        own = own or answers["own"]
+        if not own:
+            own = answers["own"]
+            presets["bf16"] = compared(own, answers["bf16"])
         presets[preset] = compared(own, answers["loaded"])
         print(preset, json.dumps(presets[preset]), flush=True)
     columns = ("preset", "equal answers", "mean tokens until a difference", "median")

@@ -37,6 +37,12 @@ def counters(worker: Any) -> dict[str, float]:
     return found
 
 
+def round_to_bf16(worker: Any) -> None:
+    """Round all KV of an engine that keeps it in float32."""
+    for cache in worker.model_runner.kv_caches:
+        cache.copy_(cache.bfloat16())
+
+
 def start_watch(worker: Any, share: int) -> None:
     _watches[:] = [Watch(worker_half(), share)]
 

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import inside
 from benchmarks.gpu.engine import NO_TIER, MeasuredEngine
 from benchmarks.gpu.models import prompt
 
@@ -133,6 +134,18 @@ def answer_documents(
     for tokens in prompts:
         rows["loaded"] += engine.ask([tokens], n_tokens, {"kvtier_save": False})
         engine.forget()
+    return rows
+
+
+def answer_in_bf16(engine: MeasuredEngine, prompts: list[list[int]], n_kept: int, n_tokens: int) -> list[Row]:
+    """Answer n_tokens to each prompt without the tier, with the KV of its first n_kept tokens rounded to bf16."""
+    rows = []
+    for tokens in prompts:
+        engine.forget()
+        engine.ask([tokens[:n_kept]], 1, NO_TIER)
+        engine.llm.collective_rpc(inside.round_to_bf16)
+        rows += engine.ask([tokens], n_tokens, NO_TIER)
+    engine.forget()
     return rows
 
 
