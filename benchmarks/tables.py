@@ -138,7 +138,8 @@ def ttft_more() -> Lines:
         "two_gpus_ttft": "70B at TP=2, raw, tmpfs",
         "two_gpus_ttft_k4v4": "70B at TP=2, k4v4, tmpfs",
     }
-    names |= {f"ttft_{place}_k4v4": f"k4v4, {place}" for place in ("tmpfs", "disk")}
+    names |= {f"ttft_tmpfs_{codec}": f"{codec}, tmpfs" for codec in ("raw", "int8", "k4v4", "tc4")}
+    names |= {"ttft_disk_k4v4": "k4v4, disk"}
     lines = []
     for name, label in names.items():
         for row in read(f"gpu/{name}")["rows"]:
@@ -146,8 +147,9 @@ def ttft_more() -> Lines:
             lines.append([label, f"{row['tokens']:,}", row["system"], spread(row["all_s"]), limit])
     return [
         f"**More TTFTs, ms** (`run_h200.sh ttft-disk`, `ttft-disk@CODEC`, `two-ttft`, {source(read('gpu/ttft_disk'))} "
-        "and earlier; loads are forced that `min_load_tokens: auto` would skip; last column: TTFT over the floor / "
-        "bytes at the rate of direct reads around it):",
+        f"and others; from tmpfs {source(read('gpu/ttft_tmpfs_raw'))}, the table of tc4 of random statistics; loads "
+        "are forced that `min_load_tokens: auto` would skip; last column: TTFT over the floor / bytes at the rate of "
+        "direct reads around it):",
         *rows(["run", "tokens", "system", "TTFT", "of the limit"], lines),
     ]
 
@@ -347,6 +349,45 @@ def weights_two_ranks() -> Lines:
         f"**Weights on two ranks** (`run_h200.sh two-weights`, {source(result)}; 70B's dimensions with "
         f"{files['layers']} layers, {files['bytes'] / 1e9:.0f} GB, TP=2, from tmpfs; kvtier with 16 threads a rank):",
         *rows(["load", "GB/s a rank", "last rank, s", "spread", "sums of parameters"], cells),
+    ]
+
+
+@table
+def engine_start() -> Lines:
+    result = read("gpu/weights_engine")
+    keys = ("import_s", "load_weights_s", "compile_s", "graphs_s", "ready_s", "answered_s")
+    titles = ["start", "number", "import", "load_weights", "compile", "graphs", "ready", "first token", "tokens hit"]
+    cells = []
+    for name, starts in result["starts"].items():
+        for number, found in enumerate(starts, 1):
+            times = [f"{found[key]:.2f}" if key in found else "-" for key in keys]
+            cells.append([name, str(number), *times, f"{found['hit_tokens']:,}"])
+    return [
+        f"**Start of an engine and its first token, s** (`run_h200.sh weights-engine`, {source(result)}; vLLM "
+        f"{result['versions']['vllm']}, 8B's dimensions in bf16 from tmpfs, a prompt of {result['tokens']:,} tokens; "
+        "ready and first token since the start of the process; another engine ran on the other GPU):",
+        *rows(titles, cells),
+    ]
+
+
+@table
+def two_engines() -> Lines:
+    result = read("gpu/two_gpus_engines")
+    titles = ["system", "seconds", "requests", "a second", "hits", "of them stored by the other", "TTFT p50 / p95, ms"]
+    titles += ["failed", "blocks equal", "not equal"]
+    cells = []
+    for system, found in result["systems"].items():
+        blocks, facts = found["blocks"], found["facts"]
+        of_other = f"{found['other_hit_tokens'] / max(1, found['hit_tokens']):.0%}"
+        ttft = f"{ms(found['ttft_p50_s'])} / {ms(found['ttft_p95_s'])}"
+        hits = f"{found['hit_tokens'] / found['asked_tokens']:.0%}"
+        counts = [str(found["requests"]), f"{found['requests_s']:.1f}", hits, of_other, ttft, bold(found["failed"])]
+        wrong = bold(blocks["wrong"] + blocks["unknown"])
+        cells.append([system, f"{facts['seconds']:.0f}", *counts, f"{blocks['equal']:,}", wrong])
+    return [
+        f"**Two engines on one root and one index in Redis** (`run_h200.sh two-engines`, {source(result)}; 8B from "
+        "tmpfs, 32 requests in flight, shared and private prefixes; one engine is killed halfway and started again):",
+        *rows(titles, cells),
     ]
 
 

@@ -43,7 +43,7 @@ class TransformTiling(NamedTuple):
 
 
 class TransformTilings(NamedTuple):
-    encode: TransformTiling = TransformTiling(16384, 8)
+    encode: TransformTiling = TransformTiling(8192, 8)
     decode: TransformTiling = TransformTiling(8192, 8, 128)
 
 
