@@ -35,8 +35,8 @@ class CacheShape:
     """One rank's KV cache as the engine describes it.
 
     n_blocks, block_tokens: of the engine's own blocks. heads: on this rank. v_head_size: 0 for MLA and for slots.
-    is_halved: K and V are the two halves of a page, as on the CPU, not of each vector. is_slots: K is slots of opaque
-    bytes with all of K and V. element_bytes: None if any will do.
+    is_halved: K and V are the two halves of a page, as on the CPU, not of each vector. is_k_by_element: see PagedKV.
+    is_slots: K is slots of opaque bytes with all of K and V. element_bytes: None if any will do.
     """
 
     n_blocks: int
@@ -45,6 +45,7 @@ class CacheShape:
     k_head_size: int
     v_head_size: int
     is_halved: bool = False
+    is_k_by_element: bool = False
     is_slots: bool = False
     element_bytes: int | None = None
 
@@ -96,7 +97,7 @@ def engine_pages(
     if len(places) != sum(len(layer.planes) for layer in layers):
         raise ConfigError("kv_cache", "shared", "layers that share one KV cache are not supported by kvtier")
     ratio = ratios.pop()
-    return EnginePages(PagedKV(tuple(layers), shape.block_tokens // ratio, shape.is_halved), ratio)
+    return EnginePages(PagedKV(tuple(layers), shape.block_tokens // ratio, shape.is_k_by_element), ratio)
 
 
 def layer_number(name: str) -> int:

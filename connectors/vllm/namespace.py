@@ -28,7 +28,7 @@ from kvtier.build import make_codec
 from kvtier.config.settings import Settings
 from kvtier.connectors.vllm.kv_dtypes import forms_of, torch_name
 from kvtier.connectors.vllm.kv_layout import layer_number
-from kvtier.connectors.vllm.platform import packing_of
+from kvtier.connectors.vllm.platform import Packing, packing_of
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Geometry, RankShare, share_of_rank
 from kvtier.format.namespace import CodecId, Namespace, canonical_text
@@ -84,11 +84,11 @@ ON_BY_DEFAULT = ("VLLM_CPU_INT4_W4A8", "VLLM_USE_DEEP_GEMM_E8M0")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """namespace: of this engine's KV. shares: of all ranks, by rank. is_halved: see kv_layout."""
+    """namespace: of this engine's KV. shares: of all ranks, by rank."""
 
     namespace: Namespace
     shares: tuple[RankShare, ...]
-    is_halved: bool
+    packing: Packing
 
 
 def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], settings: Settings) -> Identity:
@@ -120,7 +120,7 @@ def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], setting
     packing.check_codec(settings.codec)
     namespace = Namespace(
         # Before "-k1" codecs took K of a CPU's pages, which is packed by element, as if it were by token.
-        engine=packing.family + ("-k1" if packing.is_halved and settings.codec != "raw" else ""),
+        engine=packing.family + ("-k1" if packing.is_k_by_element and settings.codec != "raw" else ""),
         weights=settings.model_tag or _weights(model, vllm_config.load_config),
         geometry=geometry,
         model_dtype=torch_name(model.dtype),
@@ -133,7 +133,7 @@ def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], setting
         settings=settings_text(vllm_config, settings.model_tag is not None, bool(draft)),
         signing=signer.fingerprint if signer else "",
     )
-    return Identity(namespace, _shares(geometry, parallel), packing.is_halved)
+    return Identity(namespace, _shares(geometry, parallel), packing)
 
 
 def check_share(share: RankShare, spec: Any, layer_names: Sequence[str], geometry: Geometry) -> None:

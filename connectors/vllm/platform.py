@@ -5,8 +5,8 @@ engines of any block size. On the CPU, K of a page (block, head) is packed for t
 block: bytes are exchanged only between engines with the same packing and block size. Observed in 0.27.1 and 0.32.0 on
 AVX-512, by writing known vectors through vLLM's own operator: with "vec" and "vec16" K is [element][token] and V is
 [token][element]; with "amx" (bf16 where the CPU has AMX) both are packed in pairs, K of elements and V of tokens.
-Codecs that read vectors are refused with all but "vec" and "vec16". The packing of other platforms is unknown, and
-start-up is refused.
+Lossy codecs read vectors, and are refused with all but "vec" and "vec16". The packing of other platforms is
+unknown, and start-up is refused.
 """
 
 from __future__ import annotations
@@ -22,24 +22,22 @@ from kvtier.errors import ConfigError
 log = logging.getLogger("kvtier")
 
 FAMILY = "vllm"
-BY_ELEMENT = ("vec", "vec16")  # instruction sets of vLLM's attention on a CPU whose packing codecs can read
+BY_ELEMENT = ("vec", "vec16")  # vLLM's names of the packings with K as [element][token] and V as [token][element]
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """family: engines whose KV bytes can be exchanged, as far as the platform decides. is_halved: see kv_layout.
-
-    unread: the instruction set whose packing of vectors codecs cannot read.
-    """
+    """family: engines whose KV bytes can be exchanged, as far as the platform decides. The others: see
+    kv_layout.CacheShape."""
 
     family: str
     is_halved: bool
-    unread: str = ""
+    is_k_by_element: bool = False
 
     def check_codec(self, codec: str) -> None:
-        """Raise ConfigError for a codec that would take other numbers for a vector's."""
-        if self.unread and codec != "raw":
-            fix = f"vLLM packs KV on this CPU for {self.unread!r}, which only raw moves as it is: set it to raw"
+        """Raise ConfigError for a lossy codec where the elements of a vector cannot be found in a page."""
+        if self.is_halved and not self.is_k_by_element and codec != "raw":
+            fix = f"vLLM packs KV on this CPU as {self.family!r}, where lossy codecs cannot find vectors: set it to raw"
             raise ConfigError("codec", codec, fix)
 
 
@@ -59,7 +57,7 @@ def packing_of(spec: Any, vllm_config: Any) -> Packing:
     if type(spec).__name__ == "MLAAttentionSpec":
         return Packing(f"{FAMILY}-cpu-mla", False)
     isa = _cpu_packing(spec, vllm_config)
-    return Packing(f"{FAMILY}-cpu-{isa}-b{spec.block_size}", True, "" if isa in BY_ELEMENT else isa)
+    return Packing(f"{FAMILY}-cpu-{isa}-b{spec.block_size}", True, isa in BY_ELEMENT)
 
 
 def device_name() -> str:

@@ -158,7 +158,8 @@ class WorkerHalf:
             heads=share.reads.n_heads,
             k_head_size=form.k_head_size,
             v_head_size=form.v_head_size,
-            is_halved=identity.is_halved,
+            is_halved=identity.packing.is_halved,
+            is_k_by_element=identity.packing.is_k_by_element,
             is_slots=form.v_head_size == 0 and identity.namespace.geometry.attention == "heads",
             element_bytes=form.element_bytes,
         )

@@ -35,8 +35,8 @@ class PagedLayer:
 class PagedKV:
     """The layers that one rank holds, in order of layer number, over the same block ids.
 
-    is_k_by_element: the bytes of K of a block and head are [element][token], as vLLM has them on a CPU. What only moves
-    bytes takes them as they are.
+    is_k_by_element: the bytes of K of a block and head are [element][token], as vLLM has them on most CPUs. What only
+    moves bytes takes them as they are.
     """
 
     layers: tuple[PagedLayer, ...]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -102,7 +104,10 @@ def test_cpu_pages_are_halved() -> None:
     for number, name in enumerate(names()):
         pages_of_heads = torch.cat([k[number], v[number]], dim=1).permute(0, 2, 1, 3).contiguous()  # (B, H, 2N, size)
         kv_caches[name] = pages_of_heads.view(BLOCKS, HEADS, TOKENS, 2 * K_SIZE)
-    check(engine_pages(kv_caches, names(), CacheShape(BLOCKS, TOKENS, HEADS, K_SIZE, K_SIZE, is_halved=True)), k, v)
+    shape = CacheShape(BLOCKS, TOKENS, HEADS, K_SIZE, K_SIZE, is_halved=True)
+    check(engine_pages(kv_caches, names(), shape), k, v)
+    assert not engine_pages(kv_caches, names(), shape).pages.is_k_by_element, "K may be packed in another way"
+    assert engine_pages(kv_caches, names(), replace(shape, is_k_by_element=True)).pages.is_k_by_element
 
 
 @pytest.mark.parametrize("with_heads", [False, True])

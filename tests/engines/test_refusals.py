@@ -374,9 +374,10 @@ def test_codecs_are_refused_where_a_cpu_packs_kv_in_pairs(isa: str, monkeypatch:
     config = engine()
     config.model_config.dtype = torch.bfloat16
     packing = platform.packing_of(FullAttentionSpec(block_size=32, head_size=64, dtype=torch.bfloat16), config)
+    assert packing.is_halved and packing.is_k_by_element == can_read
     packing.check_codec("raw")
     if can_read:
         packing.check_codec("int8")
     else:
-        with pytest.raises(ConfigError, match="codec = 'int8': vLLM packs KV on this CPU for 'amx'.*set it to raw"):
+        with pytest.raises(ConfigError, match="codec = 'int8': vLLM packs KV .* as 'vllm-cpu-amx-b32'.*set it to raw"):
             packing.check_codec("int8")
