@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from kvtier.errors import Corrupt
 from kvtier.format.checksum import PAIRS_PER_PAGE
-from kvtier.kernels.device_code import DeviceCode, DeviceKernel, unpack
+from kvtier.kernels.device_code import DeviceKernel, unpack
 from kvtier.kernels.launch import on_device
 from kvtier.storage.own_files import OwnFiles
 
@@ -25,23 +25,25 @@ def is_compiled(device: torch.device, stored: OwnFiles) -> bool:
     return device.type == "cuda" and stored.get(_key(_capability(device))) is not None
 
 
-def device_code(capability: int, stored: OwnFiles | None) -> DeviceCode:
-    """Return the kernel for a compute capability, such as 90: one that was stored, else a new one, which is stored.
+def load_kernel(capability: int, stored: OwnFiles | None) -> DeviceKernel:
+    """Load the kernel into the current device's context: the stored one, else one that is compiled, and stored.
 
-    What Triton raises where it has no compiler is passed on.
+    capability: of the device, such as 90. What Triton raises where it has no compiler is passed on. Raises as
+    DeviceKernel, where the driver refuses new code too.
     """
     key = _key(capability)
     if stored is not None and (body := stored.get(key)) is not None:
         try:
-            return unpack(body)
-        except Corrupt as error:
-            stored.refuse(key, error)
+            return DeviceKernel(unpack(body))
+        except (Corrupt, RuntimeError) as error:
+            stored.remove(key, error)
     from kvtier.kernels.device_block_sums import compiled  # Triton takes 0.4 s to import
 
     code = compiled(capability)
+    kernel = DeviceKernel(code)
     if stored is not None:
         stored.put(key, code.pack())
-    return code
+    return kernel
 
 
 def _capability(device: torch.device) -> int:
@@ -81,9 +83,8 @@ class BlockSums:
         self._parts = -(-int(pieces[:, 2].max(initial=0)) // (PAGES * PAIRS_PER_PAGE))
         self._kernel: DeviceKernel | None = None
         if device.type == "cuda":
-            code = device_code(_capability(device), stored)
             with on_device(device):
-                self._kernel = DeviceKernel(code)
+                self._kernel = load_kernel(_capability(device), stored)
                 torch.cuda.current_stream(device).synchronize()  # another thread launches, maybe on another stream
 
     def _launch(self, stop: int) -> None:

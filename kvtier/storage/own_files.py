@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 from blake3 import blake3
@@ -34,7 +35,7 @@ class OwnFiles:
         self._folder, self._kind, self._magic = folder, kind, magic
 
     def get(self, key: str) -> bytes | None:
-        """Return the body that this user stored; None if there is none, or a damaged one, which is logged."""
+        """Return the body that this user stored; None if there is none, or a damaged one, which is removed."""
         path = self.path(key)
         try:
             with path.open("rb") as file:
@@ -44,13 +45,17 @@ class OwnFiles:
                 return self._body(file.read())
         except FileNotFoundError:
             return None
-        except (OSError, Corrupt) as error:
-            self.refuse(key, error)
-            return None
+        except OSError as error:
+            log.warning("the stored %s %s cannot be read: %s", self._kind, self.path(key), error)
+        except Corrupt as error:
+            self.remove(key, error)
+        return None
 
-    def refuse(self, key: str, reason: Exception) -> None:
-        """Log that the file of a key is not used."""
-        log.warning("the stored %s %s is not used: %s", self._kind, self.path(key), reason)
+    def remove(self, key: str, reason: Exception) -> None:
+        """Remove the file of a key that is of no use, and log the reason."""
+        log.warning("the stored %s %s is not used, and made anew: %s", self._kind, self.path(key), reason)
+        with suppress(OSError):
+            self.path(key).unlink()
 
     def _body(self, content: bytes) -> bytes:
         (size,) = struct.unpack_from("<Q", content, len(self._magic)) if len(content) >= 48 else (0,)

@@ -73,12 +73,12 @@ class PlanCache:
         self._files = OwnFiles(folder, "plan", MAGIC)
 
     def get(self, key: str, files: Sequence[Path]) -> WeightPlan | None:
-        """Return a plan that this user stored; None if there is none, or a damaged one, which is logged."""
+        """Return a plan that this user stored; None if there is none, or a damaged one, which is removed."""
         body = self._files.get(key)
         try:
             return None if body is None else unpack(body, key, files)
         except Corrupt as error:
-            self._files.refuse(key, error)
+            self._files.remove(key, error)
             return None
 
     def put(self, key: str, plan: WeightPlan) -> None:

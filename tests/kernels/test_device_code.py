@@ -1,4 +1,4 @@
-"""Stored kernels: code comes back, anything else is compiled again, and other sources have another key."""
+"""Stored kernels: code comes back, what is refused is compiled anew once, and other sources have another key."""
 
 from __future__ import annotations
 
@@ -13,42 +13,80 @@ from kvtier.storage.own_files import OwnFiles
 from tests.kernels.device_rig import device_block_sums
 
 CODE = DeviceCode("kernel", 128, 48, bytes(range(256)))
+REFUSED = CODE._replace(cubin=b"of another driver")
 
 
-@pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    found: list[int] = []
+class Driver:
+    """Stands for the compiler and the CUDA driver. code: what is compiled."""
 
-    def compiled(capability: int) -> DeviceCode:
-        found.append(capability)
-        return CODE
+    def __init__(self) -> None:
+        self.code = CODE
+        self.compiled: list[int] = []
+        self.loaded: list[DeviceCode] = []
 
-    monkeypatch.setattr(device_block_sums, "compiled", compiled)
-    return found
+    def compile(self, capability: int) -> DeviceCode:
+        self.compiled.append(capability)
+        return self.code
+
+    def load(self, code: DeviceCode) -> object:
+        if code == REFUSED:
+            raise RuntimeError("cuModuleLoadData of the CUDA driver failed with error 200")
+        self.loaded.append(code)
+        return object()
 
 
-def test_code_is_compiled_once_for_a_device(tmp_path: Path, compilations: list[int]) -> None:
+@pytest.fixture(name="driver")
+def _driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    monkeypatch.setattr(device_block_sums, "compiled", driver.compile)
+    monkeypatch.setattr(block_sums, "DeviceKernel", driver.load)
+    return driver
+
+
+@pytest.fixture(name="own")
+def _own(tmp_path: Path) -> OwnFiles:
+    return OwnFiles(tmp_path, "kernel", b"TESTING1")
+
+
+def test_code_is_compiled_once_for_a_device(own: OwnFiles, driver: Driver) -> None:
     for capability in (90, 90, 100, 90):
-        assert block_sums.device_code(capability, OwnFiles(tmp_path, "kernel", b"TESTING1")) == CODE
-    assert compilations == [90, 100]
-    assert block_sums.device_code(90, None) == CODE and len(compilations) == 3
+        block_sums.load_kernel(capability, own)
+    assert driver.compiled == [90, 100] and driver.loaded == [CODE] * 4
+    block_sums.load_kernel(90, None)
+    assert len(driver.compiled) == 3
 
 
-def test_sources_decide_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compilations: list[int]) -> None:
-    own = OwnFiles(tmp_path, "kernel", b"TESTING1")
-    block_sums.device_code(90, own)
+def test_sources_decide_the_key(monkeypatch: pytest.MonkeyPatch, own: OwnFiles, driver: Driver) -> None:
+    block_sums.load_kernel(90, own)
     monkeypatch.setattr(block_sums, "SOURCES", block_sums.SOURCES[:1])
-    block_sums.device_code(90, own)
-    assert len(compilations) == 2
+    block_sums.load_kernel(90, own)
+    assert len(driver.compiled) == 2
 
 
-def test_what_is_no_code_is_compiled_again(
-    tmp_path: Path, compilations: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
-    own = OwnFiles(tmp_path, "kernel", b"TESTING1")
+def test_what_is_no_code_is_compiled_again(own: OwnFiles, driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     for body in (b"", b"\x05\0\0\0{}", b"\x02\0\0\0[]", CODE.pack()[:6]):
         with pytest.raises(Corrupt, match="no kernel of this kvtier"):
             unpack(body)
         own.put(block_sums._key(90), body)
-        assert block_sums.device_code(90, own) == CODE
-    assert caplog.text.count("is not used") == len(compilations) == 4
+        block_sums.load_kernel(90, own)
+    assert caplog.text.count("is not used") == len(driver.compiled) == len(driver.loaded) == 4
+
+
+def test_code_that_the_driver_refuses_is_replaced(
+    own: OwnFiles, driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was refused at every start, and the CPU summed."""
+    own.put(block_sums._key(90), REFUSED.pack())
+    for _ in range(2):
+        block_sums.load_kernel(90, own)
+    assert driver.compiled == [90] and driver.loaded == [CODE] * 2
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "is not used, and made anew: cuModuleLoadData" in caplog.text
+
+
+def test_new_code_that_the_driver_refuses_is_not_stored(own: OwnFiles, driver: Driver) -> None:
+    driver.code = REFUSED
+    own.put(block_sums._key(90), REFUSED.pack())
+    with pytest.raises(RuntimeError, match="error 200"):
+        block_sums.load_kernel(90, own)
+    assert driver.compiled == [90] and own.get(block_sums._key(90)) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from pathlib import Path
@@ -36,7 +37,23 @@ def test_damage_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         own.path(KEY).write_bytes(each)
         caplog.clear()
         assert own.get(KEY) is None
-        assert f"{KEY}.plan is not used: it is not a whole plan file" in caplog.text
+        assert f"{KEY}.plan is not used, and made anew: it is not a whole plan file" in caplog.text
+        assert not own.path(KEY).exists()
+
+
+def test_a_file_that_cannot_be_read_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = files(tmp_path)
+    own.put(KEY, b"body")
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refused)
+        assert own.get(KEY) is None and "cannot be read" in caplog.text
+    assert own.get(KEY) == b"body"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
