@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,10 @@ from kvtier.storage.own_files import OwnFiles
 PIECE_FIELDS = 4  # of the table: address (a multiple of 8), first pair in the block, pairs, number of the block
 PAGES = 16  # of a program
 SOURCES = ("block_sums.py", "device_block_sums.py", "device_checksum.py", "device_code.py")
+
+
+_loaded: dict[torch.device, DeviceKernel] = {}  # by device: a module that the driver has loaded stays
+_loading = threading.Lock()
 
 
 def is_compiled(device: torch.device, stored: OwnFiles) -> bool:
@@ -44,6 +49,14 @@ def load_kernel(capability: int, stored: OwnFiles | None) -> DeviceKernel:
     if stored is not None:
         stored.put(key, code.pack())
     return kernel
+
+
+def kernel_on(device: torch.device, stored: OwnFiles | None) -> DeviceKernel:
+    """Return the kernel on a CUDA device, which is loaded once a process. Raises as `load_kernel`."""
+    with _loading, on_device(device):
+        if device not in _loaded:
+            _loaded[device] = load_kernel(_capability(device), stored)
+        return _loaded[device]
 
 
 def _capability(device: torch.device) -> int:
@@ -83,8 +96,8 @@ class BlockSums:
         self._parts = -(-int(pieces[:, 2].max(initial=0)) // (PAGES * PAIRS_PER_PAGE))
         self._kernel: DeviceKernel | None = None
         if device.type == "cuda":
+            self._kernel = kernel_on(device, stored)
             with on_device(device):
-                self._kernel = load_kernel(_capability(device), stored)
                 torch.cuda.current_stream(device).synchronize()  # another thread launches, maybe on another stream
 
     def _launch(self, stop: int) -> None:

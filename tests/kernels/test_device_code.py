@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvtier.errors import Corrupt
 from kvtier.kernels import block_sums
@@ -40,6 +43,9 @@ def _driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(device_block_sums, "compiled", driver.compile)
     monkeypatch.setattr(block_sums, "DeviceKernel", driver.load)
+    monkeypatch.setattr(block_sums, "_loaded", {})
+    monkeypatch.setattr(block_sums, "_capability", lambda device: 90)
+    monkeypatch.setattr(block_sums, "on_device", lambda device: nullcontext())
     return driver
 
 
@@ -90,3 +96,20 @@ def test_new_code_that_the_driver_refuses_is_not_stored(own: OwnFiles, driver: D
     with pytest.raises(RuntimeError, match="error 200"):
         block_sums.load_kernel(90, own)
     assert driver.compiled == [90] and own.get(block_sums._key(90)) is None
+
+
+def test_a_kernel_is_loaded_once_for_a_device(own: OwnFiles, driver: Driver) -> None:
+    """The driver kept a module of each load of weights."""
+    devices = [torch.device("cuda", number % 2) for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        kernels = list(pool.map(lambda device: block_sums.kernel_on(device, own), devices))
+    assert len(driver.loaded) == len(set(kernels)) == 2 and kernels[:2] * 4 == kernels
+
+
+def test_a_load_that_failed_is_tried_again(own: OwnFiles, driver: Driver) -> None:
+    driver.code = REFUSED
+    with pytest.raises(RuntimeError, match="error 200"):
+        block_sums.kernel_on(torch.device("cuda", 0), own)
+    driver.code = CODE
+    block_sums.kernel_on(torch.device("cuda", 0), own)
+    assert driver.compiled == [90, 90] and driver.loaded == [CODE]
