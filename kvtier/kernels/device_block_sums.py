@@ -86,11 +86,17 @@ def _sum_pieces(
 
 
 def compiled(capability: int) -> DeviceCode:
-    """Compile for devices of a compute capability, such as 90. What Triton raises where it cannot is passed on."""
+    """Compile for devices of a compute capability, such as 90. What Triton raises where it cannot is passed on.
+
+    Raises RuntimeError for a kernel with scratch memory, which DeviceKernel does not give it.
+    """
     places = {(_sum_pieces.arg_names.index(name),): value for name, value in CONSTANTS.items()}
     types = {"table": "*i64", "sums": "*i64", "seed": "i64"} | dict.fromkeys(CONSTANTS, "constexpr")
     target = GPUTarget("cuda", capability, WARP_THREADS)
     found = triton.compile(ASTSource(_sum_pieces, types, places), target=target, options={"num_warps": WARPS})
+    scratch = {name: n for name, n in found.metadata._asdict().items() if name.endswith("scratch_size") and n}
+    if scratch:
+        raise RuntimeError(f"this Triton compiles the kernel with scratch memory ({scratch}), which it would not get")
     return DeviceCode(found.metadata.name, WARPS * WARP_THREADS, found.metadata.shared, found.asm["cubin"])
 
 

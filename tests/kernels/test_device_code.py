@@ -5,6 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -113,3 +115,24 @@ def test_a_load_that_failed_is_tried_again(own: OwnFiles, driver: Driver) -> Non
     driver.code = CODE
     block_sums.kernel_on(torch.device("cuda", 0), own)
     assert driver.compiled == [90, 90] and driver.loaded == [CODE]
+
+
+class Metadata(NamedTuple):
+    """Of a kernel, as Triton gives it."""
+
+    name: str = "kernel"
+    shared: int = 48
+    global_scratch_size: int = 0
+    profile_scratch_size: int = 0
+
+
+@pytest.mark.parametrize("name", ["global_scratch_size", "profile_scratch_size"])
+def test_a_kernel_with_scratch_memory_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is launched with null pointers in the place of that memory."""
+    found = SimpleNamespace(metadata=Metadata(), asm={"cubin": CODE.cubin})
+    monkeypatch.setattr(device_block_sums, "ASTSource", lambda *_: None)
+    monkeypatch.setattr(device_block_sums.triton, "compile", lambda *_, **__: found)
+    assert device_block_sums.compiled(90) == CODE
+    found.metadata = Metadata()._replace(**{name: 128})
+    with pytest.raises(RuntimeError, match=f"scratch memory.*{name}.*128"):
+        device_block_sums.compiled(90)
