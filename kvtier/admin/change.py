@@ -184,7 +184,7 @@ def tenant_note(label: str) -> str:
 def set_quota(opened: Opened, name: str, n_bytes: int | None) -> None:
     """name: `tenant_note` or `limits.namespace_note` of whose it is; None lifts what the settings say. Raises
     UselessQuota, IndexUnavailable, TierUnavailable."""
-    set_bytes = opened.settings.segment_bytes
+    set_bytes = opened.settings.rank_set_bytes_max
     if n_bytes and n_bytes < set_bytes:
         raise UselessQuota(
             f"a quota of {exact(n_bytes)} has no room for one segment set ({exact(set_bytes)} or more): set several "

@@ -213,7 +213,7 @@ def _look_at_rooms(settings: Settings) -> list[str]:
     n_bytes = settings.host.arena_bytes or HOST_ARENA_BYTES["cpu"]
     check_host_arena(n_bytes, memory)
     found = (
-        few_sets(settings.capacity_bytes, settings.set_bytes_max),
+        few_sets(settings.capacity_bytes, settings.rank_set_bytes_max),
         beyond_the_disk(place_of(settings.root), settings.capacity_bytes),
         out_of_inodes(place_of(settings.root)),
         beyond_available(n_bytes, memory),
@@ -260,8 +260,8 @@ def _look_at_root(settings: Settings) -> CheckResult:
             fix = f"not writable: {folder}; make it writable for this user or choose another root"
             raise ConfigError("root", str(path), fix)
     check_mount(settings)
-    check_space(path, settings.segment_bytes)
-    check_reserve(path, settings.capacity.reserve_bytes, settings.segment_bytes)
+    check_space(path, settings.rank_set_bytes_max)
+    check_reserve(path, settings.capacity.reserve_bytes, settings.rank_set_bytes_max)
     kind = file_system_of(path)
     state = "there" if folder.is_dir() else "to be created"
     found = CheckResult({"root is": f"{state}, on {kind.kind} (mounted at {kind.mount_point})"}, [], [])

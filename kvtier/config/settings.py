@@ -66,7 +66,7 @@ PIECE_BYTES_MAX = 1 << 30  # longest piece of an I/O operation, bytes
 TOUCH_S_MIN = 0.01  # least interval at which recency is written, seconds
 TURBOQUANT_CHUNK_TOKENS_MAX = 2048  # longest chunk whose sums for the mean of K are exact, tokens
 SEGMENT_BYTES = 1 << 30  # default of segment_bytes
-SETS = 16  # segment sets that the capacity holds at least, where segment_bytes is not set
+DEFAULT_SETS = 16  # segment sets that the capacity has room for, where segment_bytes is not set
 SEGMENT_BYTES_MIN = 3 * PAGE_BYTES  # segment header, record header and one slab of a page
 
 # Keys of earlier releases -> what to do instead, for the message that refuses them.
@@ -252,7 +252,7 @@ class Settings(BaseSettings):
             values = merged(values, source.values)
         try:
             settings = cls(**values)
-            settings.check_capacity(settings.set_bytes_max)
+            settings.check_capacity(settings.rank_set_bytes_max)  # of all ranks: by an engine, see build.set_shape
             settings.check_codec()
             settings.check_hbm()
             settings.capacity.check(settings.touch_interval_s)
@@ -266,19 +266,26 @@ class Settings(BaseSettings):
         return settings
 
     @property
-    def set_bytes_max(self) -> int:
-        """Return the bytes of one rank's part of a segment set; where segment_bytes is not set, at most a part of the
-        capacity that all ranks share, for some sets are always in use."""
+    def rank_set_bytes_max(self) -> int:
+        """Return a limit for one rank's files in a segment set, as far as it is known without the model.
+
+        Where segment_bytes is not set, the files of all ranks together keep to it, so that the capacity has room for
+        DEFAULT_SETS. Only a single chunk may be larger. `slots_max` computes the real size.
+        """
         if "segment_bytes" in self.model_fields_set:
             return self.segment_bytes
-        return min(self.segment_bytes, self.capacity_bytes // SETS)
+        return min(self.segment_bytes, self.capacity_bytes // DEFAULT_SETS)
 
     def slots_max(self, rank_bytes: Sequence[int]) -> int:
-        """Return the slots of a segment set. rank_bytes: a slot's bytes of each rank, with a page for the header."""
+        """Return the slots of a segment set; 0 if no chunk fits.
+
+        rank_bytes: a slot's bytes of each rank, with a page for the header. `build.set_shape` computes them from the
+        model, and with the slots the bytes of the set.
+        """
         slots = (self.segment_bytes - PAGE_BYTES) // max(rank_bytes)
         if "segment_bytes" in self.model_fields_set:
             return slots
-        return max(min(1, slots), min(slots, self.capacity_bytes // SETS // sum(rank_bytes)))
+        return max(min(1, slots), min(slots, self.capacity_bytes // DEFAULT_SETS // sum(rank_bytes)))
 
     def check_codec(self) -> None:
         """Raises ConfigError for settings of the codec that do not go together."""

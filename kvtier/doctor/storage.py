@@ -60,7 +60,7 @@ def examine_storage(host: Host, root: Path, settings: Settings | None, peer: Pat
     on_lustre = kind.kind == "lustre"
     if on_lustre:
         folder = root / f"v{FORMAT_VERSION}"
-        segment_bytes = settings.segment_bytes if settings else SEGMENT_BYTES
+        segment_bytes = settings.rank_set_bytes_max if settings else SEGMENT_BYTES
         stripes = stripes_for(kind.kind, "auto" if settings is None else settings.io.stripes)
         yield from examine_lustre(host, folder if folder.is_dir() else place, segment_bytes // stripes)
     yield from examine_efa(host, on_lustre)
@@ -81,8 +81,9 @@ def _file_system(root: Path, place: Path, kind: FileSystem, settings: Settings |
     value = f"{root}{state} on {kind.kind} ({kind.mount_point}{shared}), {size(free)} free"
     if fix := out_of_inodes(place):
         return Diagnosis("bad", "root", value, fix)
-    if settings is not None and free < settings.segment_bytes:
-        fix = f"a segment takes {size(settings.segment_bytes)}: fine only if older ones can be evicted; else free space"
+    if settings is not None and free < settings.rank_set_bytes_max:
+        needed = size(settings.rank_set_bytes_max)
+        fix = f"a segment set takes {needed}: fine only if older ones can be evicted; else free space"
         return Diagnosis("warn", "root", value, fix)
     if settings is not None and (fix := beyond_the_disk(place, settings.capacity_bytes)):
         return Diagnosis("warn", "root", value, fix)
@@ -106,7 +107,7 @@ def out_of_inodes(place: Path) -> str:
 
 def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | None) -> Iterator[Diagnosis]:
     wants_direct = settings is None or settings.io.direct != "never"
-    segment_bytes = settings.segment_bytes if settings else SEGMENT_BYTES
+    segment_bytes = settings.rank_set_bytes_max if settings else SEGMENT_BYTES
     asked = {
         "folder": str(root),
         "direct": wants_direct,

@@ -78,10 +78,10 @@ def open_root(settings: Settings, again: Root | None = None) -> Root:
         _check_versions(path)
         _make_folder(folder)
         _try_to_write(folder)
-        check_space(path, settings.segment_bytes)
+        check_space(path, settings.rank_set_bytes_max)
         return _claim(settings, folder, again)
     except OSError as error:
-        raise _config_error(path, error, settings.segment_bytes) from None
+        raise _config_error(path, error, settings.rank_set_bytes_max) from None
 
 
 def _claim(settings: Settings, folder: Path, again: Root | None) -> Root:

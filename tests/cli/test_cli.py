@@ -28,6 +28,8 @@ from kvtier.storage.root_owner import Node, Owner
 from tests.cli.asking import CHUNKS, printed, printed_json, refused
 from tests.damage import flip_slab
 from tests.model_configs import LLAMA_8B
+from tests.storage.conftest import Mount
+from tests.storage.conftest import mount_tmpfs as mount_tmpfs  # a fixture
 from tests.support.rig import Engine
 
 
@@ -186,6 +188,17 @@ def test_check_of_a_capacity_of_few_segments(config: Path, capsys: pytest.Captur
     for fine in ("capacity_bytes: 256MiB\nsegment_bytes: 64MiB", "capacity_bytes: 64MiB"):
         config.write_text(f"root: {config.parent}\n{fine}\n")
         assert "but:" not in printed(capsys, "check", str(config))
+
+
+def test_check_of_a_small_capacity_on_a_small_disk(
+    config: Path, mount_tmpfs: Mount, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was refused, for want of 1 GiB for a segment set."""
+    root = config.parent / "kv"
+    root.mkdir()
+    mount_tmpfs(root, "size=64m")
+    config.write_text(f"root: {root}\ncapacity_bytes: 32MiB\ncapacity: {{reserve_bytes: 4MiB}}\n")
+    assert "disk is full" not in printed(capsys, "check", str(config))
 
 
 def test_check_of_a_capacity_beyond_the_disk(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -286,6 +286,8 @@ def test_quotas_are_set_lifted_and_reset(config: Path, capsys: pytest.CaptureFix
     assert (row["of"], row["quota_bytes"]) == (namespace_of(config), 2 << 20)
     for which in (["--tenant", "search"], ["--namespace", namespace_of(config)]):
         assert "no room for one segment set (1MiB" in refused(capsys, "quota", str(config), *which, "--set", "1023KiB")
+    config.write_text(config.read_text().replace("segment_bytes: 1MiB\n", ""))  # then a sixteenth of the capacity
+    printed(capsys, "quota", str(config), "--tenant", "search", "--set", "4MiB")
     printed(capsys, "quota", str(config), "--tenant", "search", "--set", "0")
     assert "add --tenant LABEL" in refused(capsys, "quota", str(config), "--set", "1GiB")
     assert "add --set SIZE" in refused(capsys, "quota", str(config), "--tenant", "search")

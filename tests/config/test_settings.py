@@ -247,6 +247,15 @@ def test_a_refusal_names_key_source_and_fix(
     assert "KVTIER_" not in error.fix
 
 
+def test_sets_are_smaller_where_only_a_small_capacity_is_set() -> None:
+    for given, n_bytes in (
+        ({"capacity_bytes": "64MiB"}, 4 << 20),
+        ({"capacity_bytes": "1TiB"}, 1 << 30),
+        ({"capacity_bytes": "64MiB", "segment_bytes": "32MiB"}, 32 << 20),
+    ):
+        assert Settings.load({"root": "/x", **given}).rank_set_bytes_max == n_bytes  # type: ignore[dict-item]
+
+
 def test_what_is_just_enough_is_taken() -> None:
     for given in (
         {"segment_bytes": 12288, "capacity_bytes": 12288},

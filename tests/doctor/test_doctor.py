@@ -359,6 +359,18 @@ def test_a_capacity_beyond_the_disk_is_warned_of(host: Host, tmp_path: Path, mon
     assert found["root"].level == "ok"
 
 
+def test_sets_of_a_small_capacity_need_little_room(host: Host, tmp_path: Path, mount_tmpfs: Mount) -> None:
+    """Where segment_bytes is not set, it warned of a disk that had not 1 GiB free."""
+    mount_tmpfs(tmp_path, "size=64m")
+    for capacity_bytes, level in ((32 << 20, "ok"), (2 << 30, "warn")):
+        probes = measured(host)
+        settings = Settings(root=tmp_path, capacity_bytes=capacity_bytes)
+        found = by_name(list(examine_storage(probes, tmp_path, settings)))
+        assert found["root"].level == level
+        assert f'"segment_bytes": {capacity_bytes // 16}' in probes.asked[-1]
+    assert "a segment set takes 128.0 MiB" in found["root"].fix
+
+
 def test_of_what_was_tried_only_faults_and_the_other_engine_are_told(host: Host, tmp_path: Path) -> None:
     ring = "ring of 12 threads x 2 x 4 MiB"
     reasons = [

@@ -206,6 +206,14 @@ def test_disk_that_is_too_small_for_a_segment(tmp_path: Path, mount_tmpfs: Mount
     assert "2MiB are needed" in error.fix and "are free" in error.fix and "lower segment_bytes" in error.fix
 
 
+def test_a_small_capacity_needs_a_small_disk(tmp_path: Path, mount_tmpfs: Mount) -> None:
+    """Where segment_bytes is not set, 1 GiB had to be free."""
+    mount_tmpfs(tmp_path, "size=1m")
+    open_root(Settings.load({"root": str(tmp_path), "capacity_bytes": "8MiB"}))
+    error = refusal(Settings.load({"root": str(tmp_path), "capacity_bytes": "32MiB"}))
+    assert "2MiB are needed" in error.fix
+
+
 def fill(path: Path) -> None:
     with open(path, "wb", buffering=0) as file:
         try:
