@@ -18,7 +18,7 @@ import typer
 from pydantic import BaseModel
 
 from kvtier.cli.app import app
-from kvtier.cli.check_model import look_at_model
+from kvtier.cli.check_model import ON_ONE_RANK, look_at_model
 from kvtier.cli.place import JsonOption, path_argument
 from kvtier.config.capacity import few_sets
 from kvtier.config.kv_transfer import read_transfer_config
@@ -113,9 +113,11 @@ def run_check(asked: CheckRequest, as_json: bool, shows_all: bool) -> int:
         settings.signing.signer()
         _look_at_gpu(settings)
         found = _look_at_root(settings)
-        found.but.extend([*([warning] if warning else []), *_look_at_rooms(settings), *_look_at_service(settings)])
+        few = few_sets(settings.capacity_bytes, settings.rank_set_bytes_max, None, ON_ONE_RANK)
         if asked.model is not None:
-            found.root["model is"] = look_at_model(settings, asked.model)
+            found.root["model is"], few = look_at_model(settings, asked.model)
+        warnings = (warning, few, *_look_at_rooms(settings), *_look_at_service(settings))
+        found.but.extend(text for text in warnings if text)
     except OSError as fault:
         refusal = ConfigError("root", str(fault.filename or ""), f"{fault.strerror}{squash_hint(fault)}")
         print(" ".join(str(refusal).split()), file=sys.stderr)
@@ -213,7 +215,6 @@ def _look_at_rooms(settings: Settings) -> list[str]:
     n_bytes = settings.host.arena_bytes or HOST_ARENA_BYTES["cpu"]
     check_host_arena(n_bytes, memory)
     found = (
-        few_sets(settings.capacity_bytes, settings.rank_set_bytes_max),
         beyond_the_disk(place_of(settings.root), settings.capacity_bytes),
         out_of_inodes(place_of(settings.root)),
         beyond_available(n_bytes, memory),

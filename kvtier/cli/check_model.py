@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvtier.config.capacity import few_sets
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import share_of_rank
@@ -11,10 +12,12 @@ from kvtier.model.config_json import read_model
 from kvtier.runtime.units import size
 from kvtier.storage.root import check_space
 
+ON_ONE_RANK = " on one rank"
 
-def look_at_model(settings: Settings, folder: Path) -> str:
-    """Return the sizes of a chunk and a segment set of the model on one rank. Raises ConfigError if an engine would not
-    start."""
+
+def look_at_model(settings: Settings, folder: Path) -> tuple[str, str]:
+    """Return the sizes of a chunk and a segment set of the model on one rank, and a warning or "". Raises ConfigError
+    if an engine would not start."""
     from kvtier.build import make_codec, set_shape  # with torch, which takes seconds
 
     model = read_model(folder)
@@ -28,7 +31,8 @@ def look_at_model(settings: Settings, folder: Path) -> str:
     shape = set_shape(settings, geometry, codec, shares)
     settings.check_capacity(shape.set_bytes)
     check_space(settings.root, shape.set_bytes)
-    return (
+    served = (
         f"{model.family} of {model.layers} layers, served: a segment set has {shape.slots} chunks of "
-        f"{settings.chunk_tokens} tokens and {size(shape.set_bytes)} on one rank"
+        f"{settings.chunk_tokens} tokens and {size(shape.set_bytes)}{ON_ONE_RANK}"
     )
+    return served, few_sets(settings.capacity_bytes, shape.set_bytes, shape.slots, ON_ONE_RANK)

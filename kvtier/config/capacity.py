@@ -98,14 +98,18 @@ class CapacitySettings(BaseModel):
                 raise ConfigError(key, quota_bytes, fix)
 
 
-def few_sets(capacity_bytes: int, set_bytes: int) -> str:
-    """Return a warning if open and spare segment sets take most of the capacity; "" otherwise."""
+def few_sets(capacity_bytes: int, set_bytes: int, slots: int | None, ranks: str = "") -> str:
+    """Return a warning if open and spare segment sets take most of the capacity; "" otherwise.
+
+    slots: of the set, None where the model is not known. ranks: those that set_bytes are of, if not all.
+    """
     if capacity_bytes >= FEW_SETS * set_bytes:
         return ""
+    lower = "chunk_tokens, for a set is one chunk" if slots == 1 else "segment_bytes"
     return (
-        f"capacity_bytes ({exact(capacity_bytes)}) is less than {FEW_SETS} times a segment set ({exact(set_bytes)}): "
-        "one is filled and one kept ready, so little is left to be found again, and a start may evict all of it; raise "
-        "it, or lower segment_bytes"
+        f"capacity_bytes ({exact(capacity_bytes)}) is less than {FEW_SETS} times a segment set ({exact(set_bytes)}"
+        f"{ranks}): one is filled and one kept ready, so little is left to be found again, and a start may evict all "
+        f"of it; raise capacity_bytes, or lower {lower}"
     )
 
 

@@ -184,10 +184,29 @@ def test_check_of_a_capacity_of_few_segments(config: Path, capsys: pytest.Captur
     """It was accepted without a word, and an engine with it stored next to nothing."""
     config.write_text(f"root: {config.parent}\ncapacity_bytes: 64MiB\nsegment_bytes: 64MiB\n")
     said = printed(capsys, "check", str(config))
-    assert said.startswith("but: capacity_bytes (64MiB) is less than 4 times a segment set (64MiB)")
+    assert said.startswith("but: capacity_bytes (64MiB) is less than 4 times a segment set (64MiB on one rank)")
     for fine in ("capacity_bytes: 256MiB\nsegment_bytes: 64MiB", "capacity_bytes: 64MiB"):
         config.write_text(f"root: {config.parent}\n{fine}\n")
         assert "but:" not in printed(capsys, "check", str(config))
+
+
+def test_check_of_a_capacity_of_few_chunks(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only with the model it is known that a set is one chunk; the advice was to lower segment_bytes."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LLAMA_8B))
+    for text, advice in (
+        ("capacity_bytes: 100MiB", "lower chunk_tokens, for a set is one chunk"),
+        ("capacity_bytes: 100MiB\nsegment_bytes: 40MiB", "lower chunk_tokens, for a set is one chunk"),
+        ("capacity_bytes: 300MiB\nsegment_bytes: 100MiB", "lower segment_bytes"),
+    ):
+        config.write_text(f"root: {config.parent}\n{text}\n")
+        (line,) = [
+            line
+            for line in printed(capsys, "check", str(config), "--model", str(model)).splitlines()[:2]
+            if "4 times" in line
+        ]
+        assert line.endswith(advice)
 
 
 def test_check_of_a_small_capacity_on_a_small_disk(

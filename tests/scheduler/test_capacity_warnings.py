@@ -16,7 +16,7 @@ from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.units import exact, size
 from kvtier.scheduler.capacity_warnings import COMPARE_INTERVAL_S, CapacityWatch
 from kvtier.scheduler.engine_report import COUNT_MAX, NOTE_PREFIX, About, Reporter
-from tests.eviction.test_capacity import BLOCKS, SEGMENT_BYTES, tiny, tokens_of
+from tests.eviction.test_capacity import BLOCKS, RECORD_BYTES, SEGMENT_BYTES, tiny, tokens_of
 from tests.support.rig import Engine
 from tests.waiting import wait_until
 
@@ -89,6 +89,19 @@ def test_who_was_there_before_says_so_later_and_once(caplog: pytest.LogCaptureFi
         watch.look(1.0 + number * COMPARE_INTERVAL_S)
     (text,) = caplog.messages
     assert "1GiB here and 2GiB at 'unlike'" in text
+
+
+def test_an_engine_says_what_to_lower_where_few_sets_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It said segment_bytes also where a set is one chunk, which no other value makes smaller."""
+    one_chunk = {"segment_bytes": 4096 + RECORD_BYTES, "capacity_bytes": 3 * (4096 + RECORD_BYTES)}
+    small_capacity = {"segment_bytes": SEGMENT_BYTES, "capacity_bytes": 3 * SEGMENT_BYTES}
+    for number, (changes, lower) in enumerate(
+        ((one_chunk, "chunk_tokens, for a set is one chunk"), (small_capacity, "segment_bytes"))
+    ):
+        caplog.clear()
+        Engine(tmp_path / str(number), changes=changes).close()
+        (text,) = said(caplog, "is less than 4 times a segment set (")
+        assert text.endswith(f"raise capacity_bytes, or lower {lower}")
 
 
 def test_a_capacity_beyond_what_a_report_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
