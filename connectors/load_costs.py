@@ -1,8 +1,10 @@
 """Measured costs of the engine's steps and of loads; they set the number of tokens from which on a hit is loaded.
 
 An engine that plans `ahead` steps before the oldest one ended plans step k + 1 + ahead as soon as step k ends, if it
-has something to compute, that is if steps k to k + 1 + ahead have a request in common. Step k began when step k + ahead
-was planned: at once after its own plan if the engine was idle, else when the step before it ended.
+has something to compute, that is if steps k to k + 1 + ahead have a request in common. Step k began when it was planned
+if the engine was idle; else when step k + ahead was planned, which is when the step before it ended. (An idle engine
+plans step k + ahead when it has launched step k, which may take as long as the step itself: after the first prefill of
+an engine on an H100 computing seemed to be quicker than loading.)
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ class _Planned:
     at_s: float
     n_tokens: int
     requests: frozenset[str]
+    was_idle: bool
 
 
 class StepTimes:
@@ -84,19 +87,23 @@ class StepTimes:
         self._report = report
         self._ahead = ahead
         self._steps: deque[_Planned] = deque(maxlen=ahead + 2)
+        self._running: set[str] = set()
 
     def planned(self, requests: AbstractSet[str], n_tokens: int, now_s: float) -> None:
         """Note a planned step that computes `n_tokens` tokens of these requests."""
-        self._steps.append(_Planned(now_s, n_tokens, frozenset(requests)))
+        self._steps.append(_Planned(now_s, n_tokens, frozenset(requests), not self._running))
+        self._running |= requests
         if len(self._steps) < self._ahead + 2:
             return
         oldest, newest = self._steps[0], self._steps[-1]
         if frozenset.intersection(*(step.requests for step in self._steps)):
-            self._report(oldest.n_tokens, newest.at_s - self._steps[-2].at_s)
+            began_s = oldest.at_s if oldest.was_idle else self._steps[-2].at_s
+            self._report(oldest.n_tokens, newest.at_s - began_s)
 
     def ended(self, request_id: str, now_s: float) -> None:
         """Note the end of a request. If nothing is planned ahead, the last planned step ended too, if it had the
         request."""
+        self._running.discard(request_id)
         if not self._ahead and self._steps and request_id in self._steps[-1].requests:
             step = self._steps[-1]
             self._steps.clear()  # others may have ended with it

@@ -136,9 +136,9 @@ class SchedulerHalf:
     def finished(self, request: Any, block_ids: Sequence[int]) -> None:
         """Note the end of a request, for any reason; its blocks are free from the next step on, after that step's
         `before`."""
+        self._step_times.ended(request.request_id, time.monotonic())
         if request.request_id not in self._requests:
             return
-        self._step_times.ended(request.request_id, time.monotonic())
         self._tables.pop(request.request_id, None)
         frontier = self._final_frontier(request, self._given.ended(request.request_id))
         self._bridge.finish(request.request_id, frontier if self._saves else 0, block_ids)
