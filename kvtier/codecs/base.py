@@ -90,7 +90,10 @@ def slab_bytes(codec: Codec, geometry: Geometry, extent: Extent) -> int:
 
 
 class BaseCodec:
-    """Base of the codecs: a mover for each engine's pages. It keeps its PagedKV, so that the id is not another's."""
+    """Base of the codecs: keeps a mover for each PagedKV, found by the object's id.
+
+    A mover holds a reference to its PagedKV, so no other object gets the same id.
+    """
 
     version = 1
     seed = 0

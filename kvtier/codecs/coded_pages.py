@@ -71,13 +71,14 @@ class PendingVerdicts:
 
 
 class CodedPages(ABC):
-    """kvtier.codecs.base.Mover over pages of bf16 or fp16. Keeps their tensors alive. Thread-safe.
+    """Base of the movers that launch kernels: a kvtier.codecs.base.Mover for pages of bf16 or fp16. Thread-safe.
 
-    planes: (layers * 2 * 4,) int64 on `device`: kvtier.kernels.move_table.PageTable.planes.
+    It holds a reference to the pages. planes: PageTable.planes (kvtier.kernels.move_table) on `device`, flat: (layers *
+    2 * 4,) int64, the address and the strides of K and of V of each layer.
     """
 
     def __init__(self, pages: PagedKV, slabs: SlabShape, held: Extent) -> None:
-        """Raises ValueError for pages that are not bf16 or fp16, all the same, or not aligned to 16 bytes."""
+        """Raises ValueError unless all pages are bf16, or all fp16, and are aligned to 16 bytes."""
         k = pages.layers[0].k
         dtypes = sorted({str(plane.dtype) for layer in pages.layers for plane in layer.planes})
         if dtypes not in (["torch.bfloat16"], ["torch.float16"]):  # engines may leave layers in the model's own dtype
