@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from kvtier.build import codec_of, make_codec
+from kvtier.codecs.round_trip import round_trip
 from kvtier.codecs.transform import curve
 from kvtier.codecs.transform.codec import TransformCodec, TransformCoder
 from kvtier.codecs.transform.reference import _pack, _unpack
@@ -90,6 +91,16 @@ def test_heads_and_layers_are_coded_alone(table_path: Path) -> None:
     assert torch.equal(whole[2:], alone)
     assert torch.equal(part.decode(alone, cells, torch.float32)[0], coder_of(table_path).decode(
         whole, Extent(1, 1, 0, HEADS), torch.float32)[0][2:])  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", ("int8", "k4v4", "tc4"))
+def test_prompts_are_coded_alone(table_path: Path, preset: str) -> None:
+    k, v = (torch.stack([x, x.flip(-2)], 1) for x in kv(LAYERS, HEADS, 64))
+    table = table_path if preset == "tc4" else None
+    together = round_trip(k, v, preset, 1e4, TOKENS, table)
+    for prompt in (0, 1):
+        alone = round_trip(k[:, prompt], v[:, prompt], preset, 1e4, TOKENS, table)
+        assert all(torch.equal(x[:, prompt], y) for x, y in zip(together, alone, strict=True))
 
 
 def test_packing_element_by_element() -> None:

@@ -121,7 +121,8 @@ def decode_layer(
     for x, raw in ((turned(k, frequencies, position, True), raw_k), (v, raw_v)):
         limit = torch.finfo(dtype).max
         x = x.clamp(-limit, limit).to(dtype)
-        x[:, :RAW_TOKENS] = raw.contiguous().view(_raw_dtype(dtype)).view(len(x), RAW_TOKENS, -1).to(dtype)
+        first = x[:, :RAW_TOKENS]
+        first.copy_(raw.contiguous().view(_raw_dtype(dtype)).view(first.shape))
         found.append(x)
     return found[0], found[1]
 

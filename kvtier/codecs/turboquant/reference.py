@@ -123,8 +123,9 @@ def decode_layer(
     v = _rounded(v.float() * signs.v.unsqueeze(-2), dtype)
     raw_k = _floats(data, layout.raw, RAW_TOKENS * layout.k_size, _raw_dtype(dtype))
     raw_v = _floats(data, layout.raw + raw_k.shape[-1] * 2, RAW_TOKENS * layout.v_size, _raw_dtype(dtype))
-    k[..., :RAW_TOKENS, :] = raw_k.reshape(*k.shape[:-2], RAW_TOKENS, -1).to(dtype)
-    v[..., :RAW_TOKENS, :] = raw_v.reshape(*v.shape[:-2], RAW_TOKENS, -1).to(dtype)
+    for x, raw in ((k, raw_k), (v, raw_v)):
+        first = x[..., :RAW_TOKENS, :]
+        first.copy_(raw.view(first.shape))
     return k, v
 
 
