@@ -15,7 +15,7 @@ from pathlib import Path
 KINDS = {
     "prose": (".rst", ".md", ".txt", ".pod", ""),
     "code": (".py", ".c", ".h", ".js"),
-    "tables": (".csv", ".json"),
+    "tables": (".csv", ".json", ".tab", ".tsv", ".xml", ".yaml", ".yml"),
     "dialogue": (".py",),
 }  # endings of files, by kind
 FILE_BYTES = (6_000, 1 << 20)  # smaller files give no row, larger ones are generated
