@@ -1,12 +1,14 @@
 """Loss of the codecs on a trained model, measured on text that its KV was computed from.
 
-    python -m benchmarks.quality --model FOLDER [--out RESULT.json] [--presets raw,int8] [--rows 12] [--cache FOLDER]
+    python -m benchmarks.quality --model FOLDER [--out RESULT.json] [--presets raw,int8] [--rows 12] [--device cuda]
 
 FOLDER is a Hugging Face checkpoint. As in the tier, whole chunks of a prefix go through a codec, and what follows is
-computed on the result: in float32 on the CPU, teacher-forced, beside the same model on its own float32 KV. Rows are
-prose, code and tables that this machine holds, one a file, no two of which share 12 tokens in a row. tc4 and tc3 are
+computed on the result: in float32, teacher-forced, beside the same model on its own float32 KV. Rows are prose, code
+and tables that this machine holds, one a file, no two of which share 12 tokens in a row. tc4 and tc3 are
 calibrated on other rows, which share none with them either, of these kinds and of dialogue; and once more without each
 kind. Facts are planted into prose; greedy answers continue rows. Intervals are 95 % bootstrap intervals over rows.
+
+A control is a preset without one thing that it does: "tc4 CONTROL" or "k4v4 CONTROL", one of CONTROLS.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -31,14 +35,24 @@ from benchmarks import report
 from kvtier.codecs.measured_loss import KL_NATS
 from kvtier.codecs.round_trip import bits_of, round_trip
 from kvtier.codecs.transform import model_statistics, texts
-from kvtier.codecs.transform.calibrate import table_tensors
+from kvtier.codecs.transform import reference as transform
+from kvtier.codecs.transform.calibrate import PlaneStatistics, table_tensors
+from kvtier.codecs.transform.model_statistics import KVStatistics
 from kvtier.codecs.transform.table import PRESET_BITS, write_table
+from kvtier.codecs.turboquant import reference as turboquant
 
 CHUNK_TOKENS = 256
 PREFIX_TOKENS, TEXT_TOKENS, GREEDY_TOKENS = 3 * CHUNK_TOKENS, 128, 64
-RECALL_TOKENS = 12 * CHUNK_TOKENS
+RECALL_TOKENS = (12 * CHUNK_TOKENS, 24 * CHUNK_TOKENS)  # of prompts with facts
 BATCH_ROWS = 4
 KINDS = ("prose", "code", "tables")
+FIRST_QUANTIZED, MEANS_LEFT_IN, K_LEFT_ROTATED, NO_GRADIENTS = CONTROLS = (
+    "first-quantized",
+    "means-left-in",
+    "k-left-rotated",
+    "no-gradients",
+)
+ALL_CONTROLS = (*(f"tc4 {name}" for name in CONTROLS), *(f"k4v4 {name}" for name in CONTROLS[:3]))
 NAMES = ("Marcus", "Elena", "Tobias", "Ingrid", "Rashid", "Yuki", "Olga", "Pedro")
 RESAMPLES = 2_000
 
@@ -47,22 +61,36 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PrefixKV:
-    """K and V of a prefix, (layers, heads, tokens, size) each, float32."""
+    """K and V of prefixes, (layers, prefixes, heads, tokens, size) each, float32."""
 
     k: Tensor
     v: Tensor
 
-    def through(self, preset: str, rope_base: float, table: Path | None = None) -> PrefixKV:
-        """Return the KV as a load brings it back to an engine that keeps it in bf16. rope_base: of K. table: of the
-        transform codecs."""
+    def through(self, name: str, rope_base: float, tables: Mapping[str, Path] | None = None) -> PrefixKV:
+        """Return the KV as a load brings it back to an engine that keeps it in bf16. name: of a preset or a control.
+        rope_base: of K. tables: of the transform codecs, by control."""
+        preset, _, control = name.partition(" ")
         k, v = self.k.bfloat16(), self.v.bfloat16()
         if preset == "kivi4":
-            k, v = uniform(k.unflatten(2, (-1, 32)), 3).flatten(2, 3), uniform(v.unflatten(3, (-1, 32)), 4).flatten(3)
+            k = uniform(k.unflatten(-2, (-1, 32)), -2).flatten(-3, -2)
+            v = uniform(v.unflatten(-1, (-1, 32)), -1).flatten(-2)
         elif preset != "raw":
-            k, v = round_trip(
-                k, v, preset, rope_base, chunk_tokens=CHUNK_TOKENS, table=table if preset in PRESET_BITS else None
-            )
+            tables = tables if tables and preset in PRESET_BITS else {}
+            table = tables.get(control, tables.get(""))
+            base = 0.0 if control == K_LEFT_ROTATED else rope_base
+            with _without(preset, control):
+                k, v = round_trip(k, v, preset, base, chunk_tokens=CHUNK_TOKENS, table=table)
         return PrefixKV(k.float(), v.float())
+
+
+def _without(preset: str, control: str) -> AbstractContextManager[Any]:
+    """Have a codec not do what a control is without, where tables do not say so."""
+    codec: Any = transform if preset in PRESET_BITS else turboquant
+    if control == FIRST_QUANTIZED:
+        return mock.patch.object(codec, "RAW_TOKENS", 0)
+    if control == MEANS_LEFT_IN and codec is turboquant:
+        return mock.patch.object(codec, "_mean", lambda k: torch.zeros_like(k[..., 0, :], dtype=torch.bfloat16))
+    return nullcontext()
 
 
 def uniform(x: Tensor, dim: int, bits: int = 4) -> Tensor:
@@ -75,12 +103,12 @@ def uniform(x: Tensor, dim: int, bits: int = 4) -> Tensor:
 class Model:
     """A causal language model of transformers, in float32."""
 
-    def __init__(self, folder: Path, cache: Path | None) -> None:
+    def __init__(self, folder: Path, cache: Path | None, device: str = "cpu") -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache  # take seconds
 
-        self.folder, self._cache_folder, self._make_cache = folder, cache, DynamicCache
+        self.folder, self._cache_folder, self._make_cache, self.device = folder, cache, DynamicCache, device
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
         self._needs_bos = str(self._model.config.model_type).startswith("gemma")
         rope = self._model.config.rope_parameters
         self.rope_base = float(rope["rope_theta"]) if rope.get("rope_type") == "default" else 0.0
@@ -93,36 +121,43 @@ class Model:
         found: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return [self.tokenizer.bos_token_id, *found] if is_start and self._needs_bos else found
 
-    def prefill(self, ids: Sequence[int]) -> PrefixKV:
-        """Compute the KV of a prefix, or take it from the cache folder."""
+    def prefill(self, rows: Sequence[Sequence[int]]) -> PrefixKV:
+        """Compute the KV of prefixes, or take it from the cache folder."""
+        found = [self._prefill(row) for row in rows]
+        return PrefixKV(*(torch.stack(plane, 1).to(self.device) for plane in zip(*found, strict=True)))
+
+    def _prefill(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """K and V, (layers, heads, tokens, size) each."""
         key = hashlib.blake2b(json.dumps([self.folder.name, *ids]).encode(), digest_size=12).hexdigest()
         path = self._cache_folder / f"{key}.pt" if self._cache_folder else None
         if path and path.exists():
-            return PrefixKV(*torch.load(path, mmap=True))
+            k, v = torch.load(path, mmap=True)
+            return k, v
         cache = self._make_cache()
-        self._model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
-        found = PrefixKV(torch.cat([x.keys for x in cache.layers]), torch.cat([x.values for x in cache.layers]))
+        self._model(self.tensor([ids]), past_key_values=cache, logits_to_keep=1)
+        k, v = torch.cat([x.keys for x in cache.layers]), torch.cat([x.values for x in cache.layers])
         if path:
-            torch.save((found.k, found.v), path)
-        return found
+            torch.save((k.cpu(), v.cpu()), path)
+        return k, v
 
-    def log_p(self, prefixes: Sequence[PrefixKV], ids: Tensor) -> Tensor:
+    def tensor(self, ids: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(ids, device=self.device)
+
+    def log_p(self, prefix: PrefixKV, ids: Tensor) -> Tensor:
         """Return the logarithms of probabilities that follow each of ids (rows, n): (rows, n, vocabulary)."""
-        return torch.log_softmax(self._model(ids, past_key_values=self._cache(prefixes)).logits.float(), -1)
+        return torch.log_softmax(self._model(ids, past_key_values=self._cache(prefix)).logits.float(), -1)
 
-    def greedy(self, prefixes: Sequence[PrefixKV], first: Tensor, n: int) -> Tensor:
+    def greedy(self, prefix: PrefixKV, first: Tensor, n: int) -> Tensor:
         """Return the n most likely tokens that follow `first` (rows, 1), one after the other: (rows, n)."""
-        cache, found = self._cache(prefixes), [first]
+        cache, found = self._cache(prefix), [first]
         for _ in range(n):
             found.append(self._model(found[-1], past_key_values=cache).logits[:, -1:].argmax(-1))
         return torch.cat(found[1:], 1)
 
-    def _cache(self, prefixes: Sequence[PrefixKV]) -> Any:
+    def _cache(self, prefix: PrefixKV) -> Any:
         cache = self._make_cache()
-        for layer in range(len(prefixes[0].k)):
-            cache.update(
-                torch.stack([x.k[layer] for x in prefixes]), torch.stack([x.v[layer] for x in prefixes]), layer
-            )
+        for layer, (k, v) in enumerate(zip(prefix.k, prefix.v, strict=True)):
+            cache.update(k, v, layer)
         return cache
 
 
@@ -138,22 +173,86 @@ def rows_of(kind: str, model: Model, n_rows: int, n_tokens: int, seen: set[tuple
     return rows
 
 
-def calibrate(model: Model, n_rows: int, seen: set[tuple[int, ...]], folder: Path) -> dict[str, Path]:
-    """Return tables that were calibrated on n_rows of each kind: of all kinds by "", without a kind by its name."""
-    n_tokens = model_statistics.PREFIX_TOKENS + model_statistics.TEXT_TOKENS
-    rows = {kind: rows_of(kind, model, n_rows, n_tokens, seen) for kind in (*KINDS, "dialogue")}
+@dataclass(frozen=True)
+class Amount:
+    """Rows of each kind, prompts with facts, rows that are continued greedily, and rows to calibrate with, of each
+    kind."""
+
+    rows: int
+    recall: int
+    greedy: int
+    calibration: int = 4
+
+    @property
+    def n_facts(self) -> int:
+        """Number of rows that the prompts are made of."""
+        return self.recall * max(RECALL_TOKENS) // PREFIX_TOKENS
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of tokens: to measure on and to calibrate with, by kind, and of prose that facts are planted into."""
+
+    measured: dict[str, list[list[int]]]
+    facts: list[list[int]]
+    calibration: dict[str, list[list[int]]]
+
+    @classmethod
+    def of_this_machine(cls, model: Model, amount: Amount) -> Rows:
+        seen: set[tuple[int, ...]] = set()
+        measured = {kind: rows_of(kind, model, amount.rows, PREFIX_TOKENS + TEXT_TOKENS, seen) for kind in KINDS}
+        facts = rows_of("prose", model, amount.n_facts, PREFIX_TOKENS, set())
+        seen.update(tuple(row[i : i + texts.GRAM]) for row in facts for i in range(len(row) - texts.GRAM + 1))
+        n_tokens = model_statistics.PREFIX_TOKENS + model_statistics.TEXT_TOKENS
+        kinds = (*KINDS, "dialogue")
+        calibration = {kind: rows_of(kind, model, amount.calibration, n_tokens, seen) for kind in kinds}
+        return cls(measured, facts, calibration)
+
+    @classmethod
+    def of_file(cls, path: Path, model: Model, amount: Amount) -> Rows:
+        """Return rows of a file, at most as many as asked for. If it does not exist, this machine's are written to it
+        first."""
+        if not path.exists():
+            path.write_text(json.dumps(asdict(cls.of_this_machine(model, amount))))
+        found = json.loads(path.read_text())
+        measured = {kind: rows[: amount.rows] for kind, rows in found["measured"].items()}
+        calibration = {kind: rows[: amount.calibration] for kind, rows in found["calibration"].items()}
+        return cls(measured, found["facts"][: amount.n_facts], calibration)
+
+
+def calibrate(model: Model, rows: Mapping[str, list[list[int]]], controls: set[str], folder: Path) -> dict[str, Path]:
+    """Return tables that were calibrated on rows of kinds: of all kinds by "", without a kind by its name, and those of
+    controls by theirs."""
     measured = model.calibrated()
     frequencies = measured.frequencies(rows[KINDS[0]][0])
-    statistics = {kind: measured.statistics(found, frequencies, lambda *_: None) for kind, found in rows.items()}
+
+    def statistics_of(turns: Tensor) -> dict[str, KVStatistics]:
+        return {kind: measured.statistics(found, turns, lambda *_: None) for kind, found in rows.items()}
+
+    by_kind = statistics_of(frequencies)
+    made = {left_out: (_mean(by_kind, left_out), frequencies) for left_out in ("", *KINDS)}
+    if MEANS_LEFT_IN in controls:
+        k, v = made[""][0]
+        made[MEANS_LEFT_IN] = KVStatistics(k._replace(mean=torch.zeros_like(k.mean)), v), frequencies
+    if K_LEFT_ROTATED in controls:
+        unturned = torch.zeros_like(frequencies)
+        made[K_LEFT_ROTATED] = _mean(statistics_of(unturned)), unturned
+    if NO_GRADIENTS in controls:
+        of = PlaneStatistics.of
+        with mock.patch.object(PlaneStatistics, "of", lambda x, gradient: of(x, torch.zeros_like(gradient))):
+            made[NO_GRADIENTS] = _mean(statistics_of(frequencies)), frequencies
     tables = {}
-    for left_out in ("", *KINDS):
-        kinds = [found for kind, found in statistics.items() if kind != left_out]
-        mean = kinds[0]
-        for number, found in enumerate(kinds[1:], 1):
-            mean = mean.with_row(found, number)
-        tables[left_out] = folder / f"table-without-{left_out or 'none'}"
-        write_table(tables[left_out], table_tensors(*mean, frequencies), model.folder.name, "")
+    for number, (name, (statistics, turns)) in enumerate(made.items()):
+        tables[name] = folder / f"table-{number}"
+        write_table(tables[name], table_tensors(*statistics, turns), model.folder.name, "")
     return tables
+
+
+def _mean(by_kind: Mapping[str, KVStatistics], left_out: str = "") -> KVStatistics:
+    mean, *others = (found for kind, found in by_kind.items() if kind != left_out)
+    for number, found in enumerate(others, 1):
+        mean = mean.with_row(found, number)
+    return mean
 
 
 # --- measurements ---
@@ -166,7 +265,7 @@ class Loss:
     kl: dict[str, list[Array]]
     same: dict[str, list[Array]]
     agreed: list[int]  # greedy tokens before the first difference, of each answer
-    recalled: int = 0
+    recalled: dict[int, int] = field(default_factory=lambda: dict.fromkeys(RECALL_TOKENS, 0))  # by tokens of prompts
 
     @classmethod
     def of_kinds(cls) -> Loss:
@@ -174,47 +273,60 @@ class Loss:
 
 
 def measure_text(
-    model: Model, kind: str, rows: Sequence[Sequence[int]], n_greedy: int, losses: dict[str, Loss], table: Path | None
+    model: Model,
+    kind: str,
+    rows: Sequence[Sequence[int]],
+    n_greedy: int,
+    losses: dict[str, Loss],
+    tables: Mapping[str, Path],
 ) -> None:
     """Add what the presets lose on rows of one kind; the first `n_greedy` rows are continued greedily as well."""
     for first in range(0, len(rows), BATCH_ROWS):
         batch = rows[first : first + BATCH_ROWS]
-        ids = torch.tensor([row[PREFIX_TOKENS:] for row in batch])
-        own = [model.prefill(row[:PREFIX_TOKENS]) for row in batch]
+        ids = model.tensor([row[PREFIX_TOKENS:] for row in batch])
+        own = model.prefill([row[:PREFIX_TOKENS] for row in batch])
         reference = model.log_p(own, ids)
         expected = model.greedy(own, ids[:, :1], GREEDY_TOKENS) if first < n_greedy else None
         for preset, loss in losses.items():
-            loaded = [prefix.through(preset, model.rope_base, table) for prefix in own]
+            loaded = own.through(preset, model.rope_base, tables)
             found = model.log_p(loaded, ids)
-            loss.kl[kind] += list((reference.exp() * (reference - found)).sum(-1).double().numpy())
-            loss.same[kind] += list((reference.argmax(-1) == found.argmax(-1)).double().numpy())
+            loss.kl[kind] += list((reference.exp() * (reference - found)).sum(-1).double().cpu().numpy())
+            loss.same[kind] += list((reference.argmax(-1) == found.argmax(-1)).double().cpu().numpy())
             if expected is not None:
-                differs = (model.greedy(loaded, ids[:, :1], GREEDY_TOKENS) != expected).int()
+                differs = (model.greedy(loaded, ids[:, :1], GREEDY_TOKENS) != expected).int().cpu()
                 loss.agreed += torch.cat([differs, torch.ones(len(batch), 1).int()], 1).argmax(1).tolist()
 
 
 def measure_recall(
-    model: Model, prose: Sequence[Sequence[int]], n_prompts: int, losses: dict[str, Loss], table: Path | None
+    model: Model, prose: Sequence[Sequence[int]], n_tokens: int, losses: dict[str, Loss], tables: Mapping[str, Path]
 ) -> int:
-    """Ask for facts that are planted into rows of prose; return how many are asked for."""
-    n_rows = RECALL_TOKENS // PREFIX_TOKENS
-    for number in range(n_prompts):
+    """Ask for facts that are planted into prompts of n_tokens of prose; return how many are asked for."""
+    n_rows = n_tokens // PREFIX_TOKENS
+    prompts, codes = [], []
+    for number in range(len(prose) * PREFIX_TOKENS // max(RECALL_TOKENS)):
         draw = random.Random(number)
-        codes = [str(draw.randrange(10_000, 99_999)) for _ in NAMES]
+        codes.append([str(draw.randrange(10_000, 99_999)) for _ in NAMES])
         hay = [token for row in prose[n_rows * number :][:n_rows] for token in row]
-        for place, name, code in zip(sorted(draw.sample(range(1, 11), 8), reverse=True), NAMES, codes, strict=True):
+        places = sorted(draw.sample(range(1, n_tokens // 256 - 1), len(NAMES)), reverse=True)
+        for place, name, code in zip(places, NAMES, codes[-1], strict=True):
             hay[place * 256 : place * 256] = model.ids(f"\n\nThe pass code of {name} is {code}.\n\n")
-        own = model.prefill(hay[:RECALL_TOKENS])
+        prompts.append(hay[:n_tokens])
+    if prompts:
+        own = model.prefill(prompts)
         for preset, loss in losses.items():
-            loaded = own.through(preset, model.rope_base, table)
-            loss.recalled += sum(_is_recalled(model, loaded, *asked) for asked in zip(NAMES, codes, strict=True))
-    return n_prompts * len(NAMES)
+            loaded = own.through(preset, model.rope_base, tables)
+            for name, wanted in zip(NAMES, zip(*codes, strict=True), strict=True):
+                loss.recalled[n_tokens] += _n_recalled(model, loaded, name, wanted)
+    return len(prompts) * len(NAMES)
 
 
-def _is_recalled(model: Model, prefix: PrefixKV, name: str, code: str) -> bool:
-    question, answer = model.ids(f"\n\nThe pass code of {name} is"), model.ids(f" {code}")
-    found = model.log_p([prefix], torch.tensor([question + answer]))[0, len(question) - 1 : -1].argmax(-1)
-    return found.tolist() == answer
+def _n_recalled(model: Model, prefixes: PrefixKV, name: str, codes: Sequence[str]) -> int:
+    """Return how many of the prefixes tell the code of a name. codes: that each of them has."""
+    question, answers = model.ids(f"\n\nThe pass code of {name} is"), [model.ids(f" {code}") for code in codes]
+    longest = max(map(len, answers))
+    asked = model.tensor([question + answer + [0] * (longest - len(answer)) for answer in answers])
+    found = model.log_p(prefixes, asked)[:, len(question) - 1 :].argmax(-1).tolist()
+    return sum(row[: len(answer)] == answer for row, answer in zip(found, answers, strict=True))
 
 
 def interval(rows: Sequence[Array], statistic: Callable[[Array], float]) -> dict[str, float]:
@@ -236,47 +348,39 @@ def figures(loss: Loss, kinds: Sequence[str]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Amount:
-    """Rows of each kind, prompts with facts, rows that are continued greedily, and rows to calibrate with, of each
-    kind."""
-
-    rows: int
-    recall: int
-    greedy: int
-    calibration: int = 4
-
-
-def measure(model: Model, presets: Sequence[str], amount: Amount) -> dict[str, Any]:
+def measure(model: Model, presets: Sequence[str], amount: Amount, file: Path | None = None) -> dict[str, Any]:
+    """Return the result. file: of rows, which is written if it does not exist."""
+    rows = Rows.of_file(file, model, amount) if file else Rows.of_this_machine(model, amount)
     losses = {preset: Loss.of_kinds() for preset in presets}
-    left_out = {preset: Loss.of_kinds() for preset in presets if preset in PRESET_BITS}
-    seen: set[tuple[int, ...]] = set()
-    rows = {kind: rows_of(kind, model, amount.rows, PREFIX_TOKENS + TEXT_TOKENS, seen) for kind in KINDS}
-    prose = rows_of("prose", model, amount.recall * RECALL_TOKENS // PREFIX_TOKENS, PREFIX_TOKENS, set())
-    seen.update(tuple(row[i : i + texts.GRAM]) for row in prose for i in range(len(row) - texts.GRAM + 1))
+    calibrated = [preset for preset in presets if preset.partition(" ")[0] in PRESET_BITS]
+    left_out = {preset: Loss.of_kinds() for preset in calibrated if preset in PRESET_BITS}
+    controls = {preset.partition(" ")[2] for preset in calibrated}
     with tempfile.TemporaryDirectory() as folder:
-        tables = calibrate(model, amount.calibration, seen, Path(folder)) if left_out else {}
-        for kind in KINDS:
-            began = time.monotonic()
-            measure_text(model, kind, rows[kind], amount.greedy, losses, tables.get(""))
+        began = time.monotonic()
+        tables = calibrate(model, rows.calibration, controls, Path(folder)) if calibrated else {}
+        for kind, found in rows.measured.items():
+            print(f"{kind}: {len(found)} rows, after {time.monotonic() - began:.0f} s", flush=True)
+            measure_text(model, kind, found, amount.greedy, losses, tables)
             if left_out:
-                measure_text(model, kind, rows[kind], 0, left_out, tables[kind])
-            print(f"{kind}: {amount.rows} rows in {time.monotonic() - began:.0f} s", flush=True)
-        n_asked = measure_recall(model, prose, amount.recall, losses, tables.get(""))
-    k = model.prefill(rows[KINDS[0]][0][:PREFIX_TOKENS]).k
-    found: dict[str, Any] = {}
+                measure_text(model, kind, found, 0, left_out, {"": tables[kind]})
+        print(f"facts: after {time.monotonic() - began:.0f} s", flush=True)
+        n_asked = {n: measure_recall(model, rows.facts, n, losses, tables) for n in RECALL_TOKENS}
+        print(f"done after {time.monotonic() - began:.0f} s", flush=True)
+    k = model.prefill([rows.measured[KINDS[0]][0][:PREFIX_TOKENS]]).k
+    results = {}
     for preset, loss in losses.items():
-        found[preset] = {"bits": {"raw": 16.0, "kivi4": 5.0}.get(preset) or bits_of(preset, k.shape[-1])}
-        found[preset] |= figures(loss, list(KINDS)) | {"kinds": {kind: figures(loss, [kind]) for kind in KINDS}}
+        bits = {"raw": 16.0, "kivi4": 5.0}.get(preset) or bits_of(preset.partition(" ")[0], k.shape[-1])
+        result = {"bits": bits} | figures(loss, KINDS) | {"kinds": {kind: figures(loss, [kind]) for kind in KINDS}}
         equal = sum(n == GREEDY_TOKENS for n in loss.agreed)
-        found[preset]["greedy"] = {"answers": len(loss.agreed), "equal": equal, "equal_tokens": sum(loss.agreed)}
-        found[preset]["recall"] = {"asked": n_asked, "right": loss.recalled}
+        result["greedy"] = {"answers": len(loss.agreed), "equal": equal, "equal_tokens": sum(loss.agreed)}
+        result["recall"] = {str(n): {"asked": asked, "right": loss.recalled[n]} for n, asked in n_asked.items()}
         if preset in left_out:
-            found[preset]["kind_left_out"] = {kind: figures(left_out[preset], [kind]) for kind in KINDS}
-    shape = {"layers": k.shape[0], "kv_heads": k.shape[1], "head_size": k.shape[-1]}
-    return {"model": model.folder.name, "shape": shape, "rows_of_a_kind": amount.rows} | {
-        "rows_of_calibration": amount.calibration * (1 + len(KINDS)),
-        "presets": found,
+            result["kind_left_out"] = {kind: figures(left_out[preset], [kind]) for kind in KINDS}
+        results[preset] = result
+    shape = {"layers": k.shape[0], "kv_heads": k.shape[2], "head_size": k.shape[-1]}
+    return {"model": model.folder.name, "shape": shape, "rows_of_a_kind": len(rows.measured[KINDS[0]])} | {
+        "rows_of_calibration": sum(map(len, rows.calibration.values())),
+        "presets": results,
     }
 
 
@@ -286,26 +390,31 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="result file; by default nothing is written")
     parser.add_argument("--presets", default=",".join(("raw", *KL_NATS, "kivi4")))
     parser.add_argument("--rows", type=int, default=12, help="rows of each kind of text")
-    parser.add_argument("--recall", type=int, default=2, help=f"prompts with {len(NAMES)} planted facts each")
+    parser.add_argument("--recall", type=int, default=2, help=f"prompts of each length with {len(NAMES)} planted facts")
     parser.add_argument("--greedy", type=int, default=4, help="rows of each kind that are continued greedily")
     parser.add_argument("--calibration", type=int, default=4, help="rows of each kind to calibrate tc4 and tc3 with")
+    parser.add_argument("--controls", action="store_true", help="measure all controls after the presets")
+    parser.add_argument("--text", type=Path, help="file of rows: those of this machine are written if there is none")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--cache", type=Path, help="folder that keeps the KV of prefixes for the next run")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     if options.cache:
         options.cache.mkdir(parents=True, exist_ok=True)
-    model = Model(options.model, options.cache)
+    model = Model(options.model, options.cache, options.device)
     amount = Amount(options.rows, options.recall, options.greedy, options.calibration)
-    found = measure(model, options.presets.split(","), amount)
+    presets = (*options.presets.split(","), *(ALL_CONTROLS if options.controls else ()))
+    found = measure(model, presets, amount, options.text)
     rows = []
     for preset, row in found["presets"].items():
         kl, p99, top = (row[name] for name in ("kl_mean", "kl_p99", "same_top"))
         worst = max(row["kinds"], key=lambda kind: row["kinds"][kind]["kl_mean"]["value"])
         interval_text = f"{kl['value']:.1e} ({kl['low']:.1e}-{kl['high']:.1e})"
         answers = f"{row['greedy']['equal']}/{row['greedy']['answers']}"
-        recall = f"{row['recall']['right']}/{row['recall']['asked']}"
+        recall = " ".join(f"{each['right']}/{each['asked']}" for each in row["recall"].values())
         by_kind = f"{row['kinds'][worst]['kl_mean']['value']:.1e} {worst}"
         tops = (f"{p99['value']:.1e}", f"{top['value']:.2%}")
         unseen = [(each["kl_mean"]["value"], kind) for kind, each in row.get("kind_left_out", {}).items()]

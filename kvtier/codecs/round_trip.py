@@ -59,8 +59,8 @@ def round_trip(
 def _repeated(table: TransformTable, heads: int) -> TransformTable:
     """Return the table with its heads repeated until they are `heads`: those of several prompts."""
     n = -(-heads // table.k.mean.shape[1])
-    planes = (PlaneTable(*(torch.cat([tensor] * n, 1) for tensor in plane)) for plane in (table.k, table.v))
-    return replace(table, **dict(zip("kv", planes, strict=True)))
+    k, v = (PlaneTable(*(torch.cat([tensor] * n, 1) for tensor in plane)) for plane in (table.k, table.v))
+    return replace(table, k=k, v=v)
 
 
 def make_coder(

@@ -26,7 +26,7 @@ class ByteModel(quality.Model):
         self.folder, self._cache_folder, self._make_cache = Path("bytes"), cache, transformers.DynamicCache
         self._model, self._needs_bos = transformers.LlamaForCausalLM(config).eval(), False
         self._model.requires_grad_(False)
-        self.tokenizer = None
+        self.tokenizer, self.device = None, "cpu"
         self.rope_base = 10_000.0
 
     def ids(self, text: str, is_start: bool = False) -> list[int]:
@@ -36,7 +36,7 @@ class ByteModel(quality.Model):
 @pytest.fixture(autouse=True)
 def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "PREFIX_TOKENS", 256)
-    monkeypatch.setattr(quality, "RECALL_TOKENS", 256 * 12)
+    monkeypatch.setattr(quality, "RECALL_TOKENS", (256 * 12,))
     monkeypatch.setattr(quality, "TEXT_TOKENS", 16)
     monkeypatch.setattr(quality, "GREEDY_TOKENS", 4)
     monkeypatch.setattr(quality, "KINDS", ("code", "prose"))
@@ -52,12 +52,23 @@ def test_presets_lose_in_the_order_of_their_bits(tmp_path: Path) -> None:
     raw, int8, k4v4 = (found[preset]["kl_mean"]["value"] for preset in presets)
     assert 0 < raw < k4v4 and int8 < k4v4 / 10
     assert [found[preset]["greedy"]["answers"] for preset in presets] == [4, 4, 4]
-    assert found["raw"]["recall"]["asked"] == 8
+    assert found["raw"]["recall"]["3072"]["asked"] == 8
     assert found["int8"]["bits"] == bits_of("int8", 64) < 8.4
     assert (
         measure(ByteModel(tmp_path), presets, Amount(2, 0, 0))["presets"]["int8"]["kl_mean"]
         == (found["int8"]["kl_mean"])
     ), "the same rows, from the cache"
+
+
+def test_controls_lose_more_than_their_presets(tmp_path: Path) -> None:
+    """The second run takes its rows from the file that the first wrote."""
+    amount, file = Amount(1, 0, 0, 1), tmp_path / "rows"
+    found = measure(ByteModel(), ("tc4", "k4v4", *quality.ALL_CONTROLS), amount, file)["presets"]
+    losses = {name: one["kl_mean"]["value"] for name, one in found.items()}
+    assert len(set(losses.values())) == len(losses)
+    assert losses["tc4 no-gradients"] > losses["tc4"]
+    again = measure(ByteModel(), ("k4v4",), Amount(2, 2, 0, 2), file)
+    assert again["rows_of_a_kind"] == 1 and again["presets"]["k4v4"]["kl_mean"]["value"] == losses["k4v4"]
 
 
 def test_rows_share_no_run_of_tokens() -> None:
