@@ -56,6 +56,11 @@ def read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
+def read_all(folder: str) -> list[Result]:
+    """Return all results of a folder, in the order of their names."""
+    return [read(f"{folder}/{path.stem}") for path in sorted((RESULTS / folder).glob("*.json"))]
+
+
 def rows(columns: Sequence[str], cells: Iterable[Sequence[str]]) -> Lines:
     return ["", *(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *cells))]
 
@@ -477,7 +482,7 @@ def load_mix() -> Lines:
 
 @table
 def quality() -> Lines:
-    results = [read(f"quality/{path.stem}") for path in sorted((RESULTS / "quality").glob("*.json"))]
+    results = read_all("quality")
     presets = [name for name in results[0]["presets"] if all(name in result["presets"] for result in results)]
     cells = []
     for preset in presets:
@@ -500,9 +505,7 @@ def quality() -> Lines:
 
 @table
 def calibrated() -> Lines:
-    results = [
-        read(f"quality/calibrated/{path.stem}") for path in sorted((RESULTS / "quality/calibrated").glob("*.json"))
-    ]
+    results = read_all("quality/calibrated")
     cells = []
     for result in results:
         for preset, one in result["presets"].items():
@@ -533,7 +536,7 @@ def calibrated() -> Lines:
 
 @table
 def answers() -> Lines:
-    results = [read(f"quality/answers/{path.stem}") for path in sorted((RESULTS / "quality/answers").glob("*.json"))]
+    results = read_all("quality/answers")
     cells = []
     for result in results:
         for preset, one in result["presets"].items():
