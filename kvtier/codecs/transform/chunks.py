@@ -237,8 +237,7 @@ def _raw_places(
     """Pointers to elements of the first halves of raw tokens in pages and in the slab, and the mask of valid ones."""
     row = tl.arange(0, _RAW_TOKENS)
     at, column = _places_of(vectors, blocks, row, P, C)
-    place = row[:, None] * P.size + column
-    return at, raw + place, column + 0 * place < P.size // 2
+    return at, raw + (row[:, None] * P.size + column), column < P.size // 2
 
 
 @triton.jit
