@@ -21,7 +21,7 @@ PAGES = 16  # of a program
 SOURCES = ("block_sums.py", "device_block_sums.py", "device_checksum.py", "device_code.py")
 
 
-_loaded: dict[torch.device, DeviceKernel] = {}  # by device: a module that the driver has loaded stays
+_loaded: dict[torch.device, DeviceKernel] = {}  # by device; the driver keeps a module that it has loaded
 _loading = threading.Lock()
 
 

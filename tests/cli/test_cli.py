@@ -191,7 +191,7 @@ def test_check_of_a_capacity_of_few_segments(config: Path, capsys: pytest.Captur
 
 
 def test_check_of_a_capacity_of_few_chunks(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only with the model it is known that a set is one chunk; the advice was to lower segment_bytes."""
+    """Only the model tells that a set is one chunk. The advice was to lower segment_bytes, which changes nothing."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(LLAMA_8B))
@@ -212,7 +212,7 @@ def test_check_of_a_capacity_of_few_chunks(config: Path, tmp_path: Path, capsys:
 def test_check_of_a_small_capacity_on_a_small_disk(
     config: Path, mount_tmpfs: Mount, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was refused, for want of 1 GiB for a segment set."""
+    """`check` refused it, because it asked for 1 GiB for a segment set."""
     root = config.parent / "kv"
     root.mkdir()
     mount_tmpfs(root, "size=64m")

@@ -360,7 +360,7 @@ def test_a_capacity_beyond_the_disk_is_warned_of(host: Host, tmp_path: Path, mon
 
 
 def test_sets_of_a_small_capacity_need_little_room(host: Host, tmp_path: Path, mount_tmpfs: Mount) -> None:
-    """Where segment_bytes is not set, it warned of a disk that had not 1 GiB free."""
+    """The doctor warned of a disk with less than 1 GiB free, although segment_bytes was not set."""
     mount_tmpfs(tmp_path, "size=64m")
     for capacity_bytes, level in ((32 << 20, "ok"), (2 << 30, "warn")):
         probes = measured(host)

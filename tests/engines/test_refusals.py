@@ -363,7 +363,7 @@ def written(isa: str) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
 def test_codecs_are_refused_where_a_cpu_packs_kv_in_pairs(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They took numbers of other tokens and elements for a vector's, and lost much more than they should."""
+    """Codecs took elements of several tokens for one vector, and lost much more than they should."""
     cpu_attn = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
     can_read = isa in platform.BY_ELEMENT
     if not can_read and not torch.cpu._is_avx512_supported():

@@ -45,7 +45,7 @@ def test_a_long_prefill_is_timed_step_by_step() -> None:
 
 
 def test_a_launch_may_take_as_long_as_its_step() -> None:
-    """Only then the next step is planned: what lies between that and the third plan is not the first step's time."""
+    """The second step is planned after the launch of the first, so the first one's time counts from its own plan."""
     steps = (("a", 16384, 0), ("a", 16384, 0.55), ("a", 1, 0.57), ("a", 1, 1.1), ("a", 0, 1.11))
     assert timed(*steps, ahead=1) == [(16384, 0.57), (16384, 0.53)]
     again = (("b", 16384, 5), ("b", 16384, 5.55), ("b", 1, 5.57))

@@ -83,7 +83,7 @@ def test_what_is_no_code_is_compiled_again(own: OwnFiles, driver: Driver, caplog
 def test_code_that_the_driver_refuses_is_replaced(
     own: OwnFiles, driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was refused at every start, and the CPU summed."""
+    """The driver refused it at every start, and the CPU computed the sums."""
     own.put(block_sums._key(90), REFUSED.pack())
     for _ in range(2):
         block_sums.load_kernel(90, own)
@@ -118,7 +118,7 @@ def test_a_load_that_failed_is_tried_again(own: OwnFiles, driver: Driver) -> Non
 
 
 class Metadata(NamedTuple):
-    """Of a kernel, as Triton gives it."""
+    """Stands for what Triton tells of a compiled kernel."""
 
     name: str = "kernel"
     shared: int = 48
@@ -128,7 +128,7 @@ class Metadata(NamedTuple):
 
 @pytest.mark.parametrize("name", ["global_scratch_size", "profile_scratch_size"])
 def test_a_kernel_with_scratch_memory_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is launched with null pointers in the place of that memory."""
+    """DeviceKernel launches it with null pointers in place of that memory."""
     found = SimpleNamespace(metadata=Metadata(), asm={"cubin": CODE.cubin})
     monkeypatch.setattr(device_block_sums, "ASTSource", lambda *_: None)
     monkeypatch.setattr(device_block_sums.triton, "compile", lambda *_, **__: found)

@@ -92,7 +92,7 @@ def test_who_was_there_before_says_so_later_and_once(caplog: pytest.LogCaptureFi
 
 
 def test_an_engine_says_what_to_lower_where_few_sets_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It said segment_bytes also where a set is one chunk, which no other value makes smaller."""
+    """The engine said to lower segment_bytes also where a set is one chunk, which no value makes smaller."""
     one_chunk = {"segment_bytes": 4096 + RECORD_BYTES, "capacity_bytes": 3 * (4096 + RECORD_BYTES)}
     small_capacity = {"segment_bytes": SEGMENT_BYTES, "capacity_bytes": 3 * SEGMENT_BYTES}
     for number, (changes, lower) in enumerate(

@@ -207,7 +207,7 @@ def test_disk_that_is_too_small_for_a_segment(tmp_path: Path, mount_tmpfs: Mount
 
 
 def test_a_small_capacity_needs_a_small_disk(tmp_path: Path, mount_tmpfs: Mount) -> None:
-    """Where segment_bytes is not set, 1 GiB had to be free."""
+    """kvtier asked for 1 GiB of free space, although segment_bytes was not set."""
     mount_tmpfs(tmp_path, "size=1m")
     open_root(Settings.load({"root": str(tmp_path), "capacity_bytes": "8MiB"}))
     error = refusal(Settings.load({"root": str(tmp_path), "capacity_bytes": "32MiB"}))

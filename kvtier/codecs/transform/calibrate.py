@@ -3,8 +3,8 @@
 g is the gradient of the likelihood of what follows with respect to a token's vector, M the mean of |g|^2 over tokens.
 N, the mean of g g^T / |g|, says which errors cost the model most. C is the covariance of a plane's vectors, in which
 a token counts 1 - GRADIENT_SHARE + GRADIENT_SHARE * |g|^2 / M: the few tokens to which all others attend, such as the
-first punctuation of a prompt, have vectors unlike the rest, and without this weight there are few bits for them. (The
-loss of Qwen2.5-Coder-0.5B after a chat template was then 5 to 7 times as much.) In one head:
+first punctuation of a prompt, have vectors unlike the rest, and without this weight they got few bits:
+Qwen2.5-Coder-0.5B lost 5 to 7 times as much after a chat template. In one head:
 
     N' = N / (trace(N) / d) + METRIC_FLOOR * I;   S = sqrt(N');   C' = C + COVARIANCE_FLOOR * (trace(C) / d) * I
     U, l = eigenvectors and eigenvalues, descending, of S C' S
@@ -32,8 +32,8 @@ SCALE_EXPONENT = 8  # a channel's deviation becomes a whole number of 2^8 to 2^9
 
 
 class PlaneStatistics(NamedTuple):
-    """Means over tokens, for each layer and head. mean: (L, H, d). moment: C and the square of the mean, metric: N,
-    (L, H, d, d) each. power: M, (L, H)."""
+    """Means over tokens, for each layer and head. mean: (L, H, d). moment: C + mean mean^T, and metric: N, (L, H, d, d)
+    each. power: M, (L, H)."""
 
     mean: torch.Tensor
     moment: torch.Tensor
@@ -85,7 +85,7 @@ def table_tensors(k: PlaneStatistics, v: PlaneStatistics, frequencies: torch.Ten
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Have torch compute on one thread: on matrices of a head, 32 took over a minute where one takes seconds."""
+    """Have torch compute on one thread. With matrices of a head, 32 threads took over a minute, one takes seconds."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

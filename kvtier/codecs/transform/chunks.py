@@ -83,14 +83,14 @@ def _rounded(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
 def _places_of(
     vectors: tl.tuple, blocks: tl.tensor, row: tl.tensor, P: tl.constexpr, C: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Pointers (rows, half) to elements of the first half of tokens' vectors, and their columns.
+    """Return pointers (rows, half) to the first halves of tokens' vectors, and the columns of the elements.
 
     vectors: plane_of_head. row: tokens, all within the chunk.
     """
     base, block_stride, token_stride = vectors
     column = tl.arange(0, P.half)[None, :]
     words = tl.load(blocks + row // C.block_tokens) * block_stride + (row % C.block_tokens).to(tl.int64) * token_stride
-    # Of elements. Pages are aligned to 16 bytes.
+    # Starts count elements of two bytes. Pages are aligned to 16 bytes, so starts are multiples of 8.
     starts = tl.multiple_of(2 * words, 8)
     return base.to(tl.pointer_type(tl.int16)) + starts[:, None] + column, column
 
@@ -121,14 +121,14 @@ def _angles(
 
 @triton.jit
 def _bytes_of_rows(q: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """int8: upper and lower bytes of whole numbers, q = 256 * upper + lower."""
+    """Return the upper and the lower bytes of whole numbers, int8 each: q = 256 * upper + lower."""
     return ((q + 128) >> 8).to(tl.int8), q.to(tl.int8)
 
 
 @triton.jit
 def _halves(matrix: tl.tensor, P: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Bytes of both halves of the transform, (half, padded) each. matrix: to (2, padded, half)."""
-    # What is summed is side by side, as tensor cores want it.
+    """Load both halves of the transform's bytes, (half, padded) each. matrix: points to (2, padded, half)."""
+    # Tensor cores want the elements that they sum next to each other in memory.
     at = matrix + tl.arange(0, P.padded)[None, :] * P.half + tl.arange(0, P.half)[:, None]
     return tl.load(at), tl.load(at + P.half * P.padded)
 
@@ -138,9 +138,10 @@ def _component_sums(
     low: tl.tensor, high: tl.tensor, forward: tl.tensor, upper: tl.tuple, lower: tl.tuple, P: tl.constexpr,
     C: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """fp32 (rows, padded): whole numbers of both halves, (rows, half), times the transform; exact sums, rounded once.
+    """Multiply whole numbers of both halves, (rows, half) each, with the transform. Return fp32 (rows, padded): the
+    sums are exact and rounded once.
 
-    forward: to its bytes, upper ones and lower ones. upper, lower: `_halves` of it where they are kept.
+    forward: points to the transform's upper bytes; the lower ones follow. upper, lower: what `_halves` loads of both.
     """
     low_upper, low_lower = _bytes_of_rows(low)
     high_upper, high_lower = _bytes_of_rows(high)
@@ -156,14 +157,14 @@ def _component_sums(
     summed = tl.dot(high_upper, lower[1], summed, out_dtype=tl.int32)
     least = tl.dot(low_lower, lower[0], ((summed & 255) << 8), out_dtype=tl.int32)
     least = tl.dot(high_lower, lower[1], least, out_dtype=tl.int32)
-    # Both are whole numbers that fp32 holds, so only their sum is rounded.
+    # fp32 holds both whole numbers, so only their sum is rounded.
     upper_sum = (summed >> 8).to(tl.float32)
     return fused(upper_sum, tl.full(upper_sum.shape, 65536.0, tl.float32), least.to(tl.float32), C.fast)
 
 
 @triton.jit
 def _whole(x: tl.tensor, factor: tl.tensor) -> tl.tensor:
-    """x * factor, rounded to a whole number."""
+    """Return x * factor, rounded to a whole number."""
     return (x * factor + _WHOLE).to(tl.int32, bitcast=True) - _WHOLE_BITS
 
 
@@ -182,7 +183,7 @@ def _gains(n: tl.tensor, counted: tl.tensor, e: tl.tensor, C: tl.constexpr) -> t
     n *= n
     n *= n
     unit = tl.full(n.shape, _POWER_UNIT, tl.float32)
-    # A power of two as a factor is exact, so that this is rounded once.
+    # Multiplying by a power of two is exact, so only the sum is rounded.
     rounded = fused(n, unit, tl.full(n.shape, _WHOLE, tl.float32), C.fast)
     summed = total(rounded.to(tl.int32, bitcast=True) - _WHOLE_BITS, 1)
     root = tl.where(summed == 0, 1.0, summed.to(tl.float32) * counted)
@@ -205,7 +206,7 @@ def _codes(n: tl.tensor, inverse: tl.tensor, columns: tl.tensor, P: tl.constexpr
 
 @triton.jit
 def _split(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Even and odd columns."""
+    """Return the even and the odd columns."""
     even, odd = tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
     return even, odd
 
@@ -215,13 +216,13 @@ def _store_codes(
     codes: tl.tensor, code: tl.tensor, row: tl.tensor, row_bytes: tl.tensor, whole: tl.tensor, P: tl.constexpr,
     C: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the codes (rows, padded) of a tile: each group's number, of which a thread has two bytes."""
+    """Store the codes (rows, padded) of a tile. They make a number for each group; a thread stores two bytes of it."""
     group, pair = tl.arange(0, P.padded // 8)[None, :, None], tl.arange(0, 4)[:, None, None]
     start, n_bytes = tl.load(whole + 3 * P.padded + group), tl.load(whole + 3 * P.padded + P.padded // 8 + group)
     even_shift, odd_shift = _split(tl.load(whole + tl.arange(0, P.padded)[None, :]))
     even, odd = _split(code)
     pairs = (even | (odd << (odd_shift - even_shift))).to(tl.int64) << even_shift.to(tl.int64)
-    # Triton gives threads to the first dimensions: the bytes of a row, not rows.
+    # Triton spreads a warp's threads over the first dimensions: here over the bytes of a row, which are neighbours.
     number = total(pairs.reshape(C.rows, P.padded // 8, 4), 2).trans(1, 0)[None, :, :]
     two = (number >> (16 * pair).to(tl.int64)).to(tl.int32)
     at = codes + (row[None, None, :] * row_bytes + start + 2 * pair)
@@ -234,7 +235,7 @@ def _store_codes(
 def _raw_places(
     vectors: tl.tuple, blocks: tl.tensor, raw: tl.tensor, P: tl.constexpr, C: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Pointers to elements of the first halves of raw tokens in pages and in the slab, and the mask of valid ones."""
+    """Return pointers to the first halves of raw tokens, in pages and in the slab, and the mask of valid elements."""
     row = tl.arange(0, _RAW_TOKENS)
     at, column = _places_of(vectors, blocks, row, P, C)
     return at, raw + (row[:, None] * P.size + column), column < P.size // 2
@@ -270,7 +271,7 @@ def _encode_plane(
     upper, lower = _halves(forward, P), _halves(forward + 2 * P.half * P.padded, P)
     for start in range(0, C.tokens, C.rows):
         row = start + tl.arange(0, C.rows)
-        token = tl.minimum(row, C.tokens - 1)  # behind the end the last one again
+        token = tl.minimum(row, C.tokens - 1)  # rows past the end repeat the last token
         at, column = _places_of(vectors, blocks, token, P, C)
         inside = column < P.size // 2
         low = _elements(tl.load(at, mask=inside, other=0), C)
@@ -284,7 +285,7 @@ def _encode_plane(
         low_bits, high_bits = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
         top = _largest(tl.maximum(low_bits & 0x7FFFFFFF, high_bits & 0x7FFFFFFF))
         largest = tl.maximum(largest, top)
-        # Of vectors that are refused the exponents are held low only to be defined.
+        # A vector that is refused may have any exponent. The limit keeps the shift below defined.
         e = tl.minimum(tl.maximum((top >> 23) - 127 - _Q_EXPONENT, 0), 64)
         factor = _float((127 - e) << 23)[:, None]
         n = _component_sums(_whole(low, factor), _whole(high, factor), forward, upper, lower, P, C) * tl.load(columns)
@@ -327,8 +328,8 @@ def _decode_plane(
     for start in range(0, C.tokens, C.rows):
         row = start + tl.arange(0, C.rows)
         token = tl.minimum(row, C.tokens - 1)
-        # A code is in two bytes at most; behind the last one of all there are gains. Triton gives threads to the first
-        # dimension: neighbouring components, not rows.
+        # A code spans at most two bytes. The gains follow the last code, so the second byte is always in the slab.
+        # Triton spreads a warp's threads over the first dimension: here over components, whose bytes are neighbours.
         of_bytes = codes + ((token * row_bytes)[None, :] + (bit >> 3))
         two = tl.load(of_bytes).to(tl.int32) | (tl.load(of_bytes + 1).to(tl.int32) << 8)
         values = tl.load(tables[4] + (first + ((two >> (bit & 7)) & mask))).trans(1, 0)
@@ -430,7 +431,7 @@ def encode_chunks(
     k_head, v_head = _of_head(of_k, cell, 2, K), _of_head(of_v, cell, 2, V)
     k_largest = _encode_plane(plane, of_page, move + 2, layer, place, k_head, tables, k_slab, K, C)
     v_largest = _encode_plane(plane + 4, of_page, move + 2, layer, place, v_head, tables, v_slab, V, C)
-    is_sound = _float(tl.maximum(k_largest, v_largest)) < _U_MAX  # not so with NaN
+    is_sound = _float(tl.maximum(k_largest, v_largest)) < _U_MAX  # false for NaN
     is_refused = (is_sound == 0) | (position != place * C.tokens)
     tl.debug_barrier()
     end = _layer_start(tables, page_layer, layer + 1, slab_start, K, V, C)
