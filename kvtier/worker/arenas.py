@@ -37,6 +37,9 @@ LOAD_SLOTS = 32  # staging slots for loads, beside those for saves
 # Bytes pinned in one call, some 4 ms, in which the driver holds locks that launches and copies need. (H200, tmpfs: with
 # pinning going on, loads ran at 30 GB/s instead of 47, and a step of the model took 29 ms instead of 15.)
 PIN_BYTES = 32 << 20
+# Longest time for which the engine's start waits for pinning, seconds: 8 GiB take 1.1 s alone, and calls that pin made
+# the capture of CUDA graphs beside them take 4 s instead of 1 s (H200).
+PIN_START_MAX_S = 2.0
 # Interval at which pinning looks whether loads have ended, and the longest time for which it makes way for them (saves
 # need the arena too), seconds.
 PIN_LOOK_S, PIN_YIELD_MAX_S = 0.01, 2.0
@@ -116,8 +119,9 @@ def cuda_memory(settings: Settings, slot_bytes: int, step_chunks: int, device: t
 class Pinner:
     """Pins an arena's slots in the background, so that an engine with a large arena is not late.
 
-    At full speed while the engine starts: these calls spoil no capture of a graph (kvtier.io.cuda). Once the engine is
-    at work, half of the time at most.
+    The engine's start waits for a small arena (PIN_START_MAX_S). A larger one is pinned at full speed while the engine
+    starts: these calls spoil no capture of a graph (kvtier.io.cuda). Once the engine is at work, pinning takes half of
+    the time at most.
     """
 
     def __init__(self, arena: ChunkArena, ordinal: int, jobs: Jobs) -> None:
@@ -125,14 +129,16 @@ class Pinner:
         self._ordinal = ordinal
         self._jobs = jobs
         self._is_closed = threading.Event()
+        self._has_ended = threading.Event()
         self._makes_way = threading.Event()
         self._pinned: list[int] = []
         self._is_loading: Callable[[], bool] = lambda: False
 
     def start(self, is_loading: Callable[[], bool]) -> None:
-        """Begin, and make way while loads are under way."""
+        """Begin, and make way while loads are under way. Return when all is pinned, or after PIN_START_MAX_S."""
         self._is_loading = is_loading
-        self._jobs.submit(self._pin)
+        self._jobs.submit(self._pin_all)
+        self._has_ended.wait(PIN_START_MAX_S)
 
     def make_way(self) -> None:
         self._makes_way.set()
@@ -150,6 +156,12 @@ class Pinner:
                 _still_pinned.append(self._arena)
                 return
         self._pinned.clear()
+
+    def _pin_all(self) -> None:
+        try:
+            self._pin()
+        finally:
+            self._has_ended.set()
 
     def _pin(self) -> None:
         # Whole slots a call: a copy must not span two registrations.

@@ -1,4 +1,4 @@
-"""When the host arena is pinned: at once while an engine starts, and in the gaps once it is at work."""
+"""When the host arena is pinned: before an engine goes on starting, and in the gaps once it is at work."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvtier.arena.arena import Arena
 from kvtier.io import cuda
 from kvtier.io.ring import AlignedBuffer
 from kvtier.runtime.threads import ThreadJobs
+from kvtier.worker import arenas
 from kvtier.worker.arenas import PIN_BYTES, Pinner
 
 CALL_S = 0.05
@@ -48,6 +49,17 @@ def gaps(calls: list[tuple[float, int]]) -> list[float]:
     return [after - before for (before, _), (after, _) in zip(calls, calls[1:], strict=False)]
 
 
+@pytest.mark.parametrize(("wait_s", "is_whole"), [(20.0, True), (2 * CALL_S, False)])
+def test_the_start_waits_for_a_small_arena(
+    pinned: list[tuple[float, int]], monkeypatch: pytest.MonkeyPatch, wait_s: float, is_whole: bool
+) -> None:
+    monkeypatch.setattr(arenas, "PIN_START_MAX_S", wait_s)
+    pinner = make()
+    pinner.start(lambda: False)
+    assert (len(pinned) == CALLS) is is_whole
+    pinner.close()
+
+
 def test_at_full_speed_until_the_engine_is_at_work(
     pinned: list[tuple[float, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,6 +72,7 @@ def test_at_full_speed_until_the_engine_is_at_work(
             pinner.make_way()
 
     monkeypatch.setattr(cuda, "pin", pin)
+    monkeypatch.setattr(arenas, "PIN_START_MAX_S", 0.0)
     pinner.start(lambda: False)
     wait_for(pinned, CALLS)
     first, rest = gaps(pinned)[: CALLS // 2 - 1], gaps(pinned)[CALLS // 2 :]
@@ -68,7 +81,8 @@ def test_at_full_speed_until_the_engine_is_at_work(
     pinner.close()
 
 
-def test_loads_go_first(pinned: list[tuple[float, int]]) -> None:
+def test_loads_go_first(pinned: list[tuple[float, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "PIN_START_MAX_S", 0.0)
     pinner, loads = make(), ["a load"]
     pinner.start(lambda: bool(loads))
     time.sleep(5 * CALL_S)
