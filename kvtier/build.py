@@ -125,7 +125,7 @@ def set_shape(
 
 def _check_capacity(settings: Settings, shape: SetShape) -> None:
     """Warn where few sets fit the capacity. Raises ConfigError where not one does."""
-    settings.check_capacity(shape.set_bytes)
+    settings.check_capacity(shape.set_bytes, shape.slots)
     if warning := few_sets(settings.capacity_bytes, shape.set_bytes, shape.slots):
         log.warning("%s", warning)
 

@@ -29,7 +29,7 @@ def look_at_model(settings: Settings, folder: Path) -> tuple[str, str]:
     codec.check(geometry)
     shares = (share_of_rank(geometry, 0, 1, 0, range(geometry.layers)),)
     shape = set_shape(settings, geometry, codec, shares)
-    settings.check_capacity(shape.set_bytes)
+    settings.check_capacity(shape.set_bytes, shape.slots)
     check_space(settings.root, shape.set_bytes)
     served = (
         f"{model.family} of {model.layers} layers, served: a segment set has {shape.slots} chunks of "

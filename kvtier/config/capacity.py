@@ -75,15 +75,15 @@ class CapacitySettings(BaseModel):
             fix = f"a cache salt stands twice (tenants: {whose}): name it with one tenant, and there once"
             raise ConfigError("capacity.tenants", HIDDEN, fix)
 
-    def check_sets(self, set_bytes: int, capacity_bytes: int) -> None:
+    def check_sets(self, set_bytes: int, capacity_bytes: int, slots: int | None) -> None:
         """Raises ConfigError for a quota, or a watermark, that not even one segment set (`set_bytes` over all ranks)
-        fits into."""
+        fits into. slots: of the set, None where the model is not known."""
         for name, usual in (("high_watermark", HIGH_WATERMARK), ("low_watermark", LOW_WATERMARK)):
             fraction = getattr(self, name)
             if fraction < usual and fraction * capacity_bytes < set_bytes:
                 fix = (
                     f"that part of capacity_bytes ({exact(capacity_bytes)}) is less than one segment set "
-                    f"({exact(set_bytes)}), so nothing would stay: raise it, or lower segment_bytes"
+                    f"({exact(set_bytes)}), so nothing would stay: raise it, or lower {smaller_set(slots)}"
                 )
                 raise ConfigError(f"capacity.{name}", fraction, fix)
         quotas = [("capacity.namespace_quota_bytes", self.namespace_quota_bytes)] + [
@@ -93,9 +93,14 @@ class CapacitySettings(BaseModel):
             if quota_bytes is not None and quota_bytes < set_bytes:
                 fix = (
                     f"one segment set takes {exact(set_bytes)}, so nothing would ever be stored: raise it to several "
-                    "times that, or lower segment_bytes"
+                    f"times that, or lower {smaller_set(slots)}"
                 )
                 raise ConfigError(key, quota_bytes, fix)
+
+
+def smaller_set(slots: int | None) -> str:
+    """Return the setting that makes segment sets smaller. slots: of a set, None where the model is not known."""
+    return "chunk_tokens, for a set is one chunk" if slots == 1 else "segment_bytes"
 
 
 def few_sets(capacity_bytes: int, set_bytes: int, slots: int | None, ranks: str = "") -> str:
@@ -105,11 +110,10 @@ def few_sets(capacity_bytes: int, set_bytes: int, slots: int | None, ranks: str 
     """
     if capacity_bytes >= FEW_SETS * set_bytes:
         return ""
-    lower = "chunk_tokens, for a set is one chunk" if slots == 1 else "segment_bytes"
     return (
         f"capacity_bytes ({exact(capacity_bytes)}) is less than {FEW_SETS} times a segment set ({exact(set_bytes)}"
         f"{ranks}): one is filled and one kept ready, so little is left to be found again, and a start may evict all "
-        f"of it; raise capacity_bytes, or lower {lower}"
+        f"of it; raise capacity_bytes, or lower {smaller_set(slots)}"
     )
 
 

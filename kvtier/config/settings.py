@@ -30,7 +30,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from kvtier.config.capacity import CapacitySettings
+from kvtier.config.capacity import CapacitySettings, smaller_set
 from kvtier.config.index import IndexSettings
 from kvtier.config.server import ServerSettings
 from kvtier.config.signing import SigningSettings
@@ -309,15 +309,18 @@ class Settings(BaseSettings):
                 fix = "there is no GPU here, so it would stay empty: leave it out, and use host.arena_bytes"
                 raise ConfigError(key, n_bytes, fix)
 
-    def check_capacity(self, set_bytes: int) -> None:
-        """Raises ConfigError when not even one segment set (`set_bytes` on disk over all ranks) fits the capacity."""
+    def check_capacity(self, set_bytes: int, slots: int | None = None) -> None:
+        """Raises ConfigError when not even one segment set (`set_bytes` on disk over all ranks) fits the capacity.
+
+        slots: of the set, None where the model is not known.
+        """
         if self.capacity_bytes < set_bytes:
             fix = (
                 f"one segment set takes {exact(set_bytes)}; raise capacity_bytes to at least that (better, several "
-                f"times that) or lower segment_bytes ({exact(self.segment_bytes)})"
+                f"times that) or lower {smaller_set(slots)}"
             )
             raise ConfigError("capacity_bytes", self.capacity_bytes, fix)
-        self.capacity.check_sets(set_bytes, self.capacity_bytes)
+        self.capacity.check_sets(set_bytes, self.capacity_bytes, slots)
 
     def check_block(self, block_tokens: int) -> None:
         """Raises ConfigError unless a chunk is a whole number of the engine's blocks."""

@@ -243,5 +243,5 @@ def _beyond_capacity(capacity_bytes: int, room_bytes: int) -> str:
         )
     return (
         f"capacity_bytes ({exact(capacity_bytes)}) is taken, and nothing can be evicted right now; if this lasts, "
-        "raise it, lower segment_bytes, or look at `kvtier pin`"
+        "raise it, or look at `kvtier pin`"
     )

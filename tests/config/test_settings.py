@@ -176,7 +176,7 @@ REFUSED: list[tuple[dict[Any, Any] | str, str, tuple[str, ...]]] = [
     (
         {"capacity_bytes": "512MiB", "segment_bytes": "1GiB"},
         "capacity_bytes",
-        ("one segment set takes 1GiB; raise capacity_bytes", "lower segment_bytes (1GiB)", "connector config"),
+        ("one segment set takes 1GiB; raise capacity_bytes", "lower segment_bytes", "connector config"),
     ),
     ({"segment_bytes": "4KiB", "capacity_bytes": "4KiB"}, "segment_bytes", ("12288",)),
     ({"hbm": {"admit": "saved"}}, "hbm.admit", ("hbm.arena_bytes is 0", "connector config")),
