@@ -10,6 +10,7 @@ import json
 import math
 import os
 import struct
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -53,6 +54,8 @@ def header_size(first_bytes: bytes, file_bytes: int) -> int:
     """Return the length of the header, bytes. first_bytes: the first 8 of a file of file_bytes. Raises Corrupt."""
     if len(first_bytes) < 8:
         raise Corrupt(f"a file of {len(first_bytes)} bytes")
+    if first_bytes == b"version ":
+        raise Corrupt("it is a pointer of Git LFS, for which `git lfs pull` gets the file")
     (n_bytes,) = struct.unpack("<Q", first_bytes)
     if n_bytes > min(HEADER_BYTES_MAX, file_bytes - 8):
         raise Corrupt(f"a header of {n_bytes} bytes in a file of {file_bytes}; {HEADER_BYTES_MAX} may be read")
@@ -82,7 +85,9 @@ def _parse(header: bytes, file_bytes: int | None) -> Header:
         raise Corrupt("the header is no JSON object") from None
     if not isinstance(table, dict) or not header.startswith(b"{"):
         raise Corrupt("the header is no JSON object")
-    metadata = table.pop("__metadata__", {})
+    metadata = table.pop("__metadata__", None)
+    if metadata is None:  # also null, as safetensors reads it
+        metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise Corrupt("__metadata__ is no object of strings")
     begin = 8 + len(header)
@@ -150,7 +155,8 @@ def _is_plain(text: str, table: object) -> bool:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        raise ValueError("a key stands twice")
+        (name, _), *_ = (Counter(name for name, _ in pairs) - Counter(table.keys())).items()
+        raise ValueError(f"the key {name} stands twice")
     return table
 
 
@@ -168,6 +174,8 @@ def _entry(name: str, value: object, begin: int) -> TensorEntry:
     if set(map(type, sizes)) != {int} or min(sizes) < 0 or max(sizes) >= SIZE_MAX:
         raise Corrupt(f"tensor {name}: shape or data_offsets are not sizes")
     n_bits = math.prod(shape) * bits
+    if n_bits == 0 and math.prod(size or 1 for size in shape) >= SIZE_MAX:  # torch multiplies in 64 bits
+        raise Corrupt(f"tensor {name}: no tensor has the shape {shape}")
     if stop >= SIZE_MAX - begin or n_bits % 8 or stop - start != n_bits // 8:
         raise Corrupt(f"tensor {name}: {stop - start} bytes for {dtype} {shape}")
     return TensorEntry(dtype, tuple(shape), begin + start, begin + stop)

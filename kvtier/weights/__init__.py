@@ -30,9 +30,9 @@ def load_files(
 ) -> dict[str, torch.Tensor]:
     """Load all tensors of safetensors files, by name.
 
-    device: as in torch, the CPU or a CUDA device. The tensors are views of buffers of about 1 GiB, at multiples of 256
-    bytes; a buffer is freed with the last of its tensors. progress: is called about 20 times a second with the bytes
-    that have landed.
+    device: as in torch, the CPU or a CUDA device. The tensors are parts of buffers of about 1 GiB, at multiples of 256
+    bytes; a buffer is freed with the last of its tensors. Each tensor has a storage of its own. progress: is called
+    about 20 times a second with the bytes that have landed.
 
     Files that a manifest beside them lists (`kvtier weights verify FOLDER --write`) are compared with it.
 

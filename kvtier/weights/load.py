@@ -1,4 +1,4 @@
-"""Whole files as tensors: packs tensors into few buffers, reads the files into them, and returns views."""
+"""Whole files as tensors: packs tensors into few buffers, reads the files into them, and returns parts of those."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from kvtier.errors import Corrupt, WeightsUnreadable
+from kvtier.errors import Corrupt, TierUnavailable, WeightsUnreadable
 from kvtier.model.safetensors import TensorEntry, read_header
 from kvtier.runtime.garbage import paused_collection
 from kvtier.weights import manifest
@@ -46,6 +46,8 @@ def load(
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Load files. See `kvtier.weights.load_files`."""
+    if isinstance(filenames, str | bytes | os.PathLike):
+        raise TypeError(f"filenames are several paths, not {filenames!r}; load_file loads one file")
     files = [Path(name) for name in filenames]
     place = _device(device)
     with unchanged(files), WeightReader(progress=progress) as reader:
@@ -55,11 +57,16 @@ def load(
         buffers = [torch.empty(size, dtype=torch.uint8, device=place) for size in layout.sizes]
         reader.read(files, layout.copies, buffers, manifest.of_files(files))
     with paused_collection():
-        return {name: _view(buffers[number], start, entry) for name, (number, start, entry) in layout.places.items()}
+        return {name: _tensor(buffers[number], start, entry) for name, (number, start, entry) in layout.places.items()}
 
 
 def _device(device: str | int | torch.device) -> torch.device:
     place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {place}: weights load to the CPU or to CUDA; load to the CPU, then move the tensors")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        text = f"device {place} cannot be used: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices"
+        raise TierUnavailable(text)
     if place.type == "cuda" and place.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return place
@@ -76,22 +83,26 @@ def _layout(files: list[Path]) -> _Layout:
             if name in layout.places:
                 raise Corrupt(f"tensor {name} is in {path} and in another of the files; load one of them")
             if _dtype(entry) is None:
-                raise Corrupt(f"{path}: torch {torch.__version__} has no dtype for tensor {name}, {entry.dtype}")
+                what = f"tensor {name}, {entry.dtype} {list(entry.shape)}"
+                raise Corrupt(f"{path}: torch {torch.__version__} has no dtype for {what}")
             layout.add(number, name, entry)
     return layout
 
 
 def _dtype(entry: TensorEntry) -> torch.dtype | None:
-    if entry.dtype == "F4":
+    if entry.dtype == "F4" and entry.shape[-1] % 2 == 0:  # torch has pairs
         dtype: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)  # from torch 2.8 on
         return dtype
     return TORCH_DTYPES.get(entry.dtype)
 
 
-def _view(buffer: torch.Tensor, start: int, entry: TensorEntry) -> torch.Tensor:
+def _tensor(buffer: torch.Tensor, start: int, entry: TensorEntry) -> torch.Tensor:
     dtype = _dtype(entry)
     assert dtype is not None
-    shape = entry.shape
-    if entry.dtype == "F4":  # torch counts pairs
-        shape = (*shape[:-1], shape[-1] // 2)
-    return buffer[start : start + entry.n_bytes].view(dtype).view(shape)
+    shape = (*entry.shape[:-1], entry.shape[-1] // 2) if entry.dtype == "F4" else entry.shape
+    if not entry.n_bytes:
+        return torch.empty(shape, dtype=dtype, device=buffer.device)
+    # Each has a storage of its own within the buffer: pickle and torch.save write storages whole, and
+    # safetensors.torch.save_model refuses tensors that are parts of one.
+    storage = buffer.untyped_storage()[start : start + entry.n_bytes]
+    return torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, 0, shape)

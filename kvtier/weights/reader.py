@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -302,6 +303,8 @@ def damage(path: Path, block: int) -> WeightsDamaged:
 
 def _identity(where: int | Path) -> tuple[int, ...]:
     status = os.stat(where)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 

@@ -112,6 +112,7 @@ LIES: dict[str, tuple[object, int]] = {
     "shape of 2^63": ({"a": entry("U8", [1 << 63], 0, 1 << 63)}, 0),
     "product of 2^64": ({"a": entry("U8", [1 << 32, 1 << 32], 0, 0)}, 0),
     "empty by 0 x 2^63": ({"a": entry("U8", [0, 1 << 63], 0, 0)}, 0),
+    "empty by 2^62 x 2^62 x 0": ({"a": entry("U8", [1 << 62, 1 << 62, 0], 0, 0)}, 0),
     "offsets that decrease": ({"a": entry("U8", [], 1, 0)}, 1),
     "negative shape": ({"a": entry("U8", [-1, -4], 0, 4)}, 4),
     "float shape": ({"a": {"dtype": "U8", "shape": [4.0], "data_offsets": [0, 4]}}, 4),
@@ -158,6 +159,20 @@ def test_short_files(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(Corrupt, match="x is not a whole safetensors file"):
         read_header(tmp_path / "x")
+
+
+def test_what_a_user_can_do_is_said(tmp_path: Path) -> None:
+    """A clone without Git LFS has pointers for files; a repeated key is named."""
+    (tmp_path / "x").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n")
+    with pytest.raises(Corrupt, match="git lfs pull"):
+        read_header(tmp_path / "x")
+    with pytest.raises(Corrupt, match="the key b stands twice"):
+        parse(file_of(b'{"a":' + json.dumps(A).encode() + b',"b":{},"b":{}}', 12))
+
+
+def test_metadata_of_null(tmp_path: Path) -> None:
+    content = file_of({"__metadata__": None, "a": A}, 12)
+    assert parse(content).metadata == {} and taken_by_us(content) == taken_by_the_library(content) is not None
 
 
 def test_offsets_count_from_the_beginning_of_the_file(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import struct
 import subprocess
 import sys
@@ -12,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file as stock_load_file
-from safetensors.torch import save_file
+from safetensors.torch import save_file, save_model
 
-from kvtier.errors import Corrupt, WeightsDamaged, WeightsUnreadable
+from kvtier.errors import Corrupt, TierUnavailable, WeightsDamaged, WeightsUnreadable
 from kvtier.weights import load, load_file, load_files, manifest
 from kvtier.weights.dtypes import TORCH_DTYPES
 from kvtier.weights.reader import WeightReader
@@ -57,6 +59,19 @@ def test_several_files_in_several_buffers(tmp_path: Path, monkeypatch: pytest.Mo
     found = load_files([str(tmp_path / "0"), tmp_path / "1"], "cpu")
     assert same(found, {name: found[name] for name in found}) and same(found, {n: whole[n] for n in found})
     assert len({value.untyped_storage().data_ptr() for value in found.values()}) > 3
+
+
+def test_tensors_have_storages_of_their_own(tmp_path: Path) -> None:
+    """So one is pickled without the others of its buffer, and a model of them is saved as after safetensors' loader."""
+    save_file({"large": torch.zeros(1000, 1000), "bias": torch.arange(2.0)}, tmp_path / "x")
+    found = load_file(tmp_path / "x")
+    assert len(pickle.dumps(found["bias"])) < 1000
+    model = torch.nn.Linear(1000, 2)
+    model.load_state_dict({"weight": found["large"][:2].clone(), "bias": found["bias"]}, assign=True)
+    save_model(model, str(tmp_path / "saved"))
+    bias = found.pop("bias")
+    del found, model
+    assert torch.equal(bias.add_(1), stock_load_file(tmp_path / "saved")["bias"] + 1)
 
 
 def test_no_files_and_no_tensors(tmp_path: Path) -> None:
@@ -109,6 +124,28 @@ def test_a_dtype_that_torch_has_not(tmp_path: Path) -> None:
     write(tmp_path / "x", {"x": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}, 3)
     with pytest.raises(Corrupt, match="has no dtype for tensor x, F6_E2M3"):
         load_file(tmp_path / "x")
+    write(tmp_path / "x", {"x": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}}, 3)
+    with pytest.raises(Corrupt, match=r"has no dtype for tensor x, F4 \[2, 3\]"):
+        load_file(tmp_path / "x")
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    """A pipe would be waited for without an end."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(WeightsUnreadable, match="it is no regular file"):
+            load_file(path)
+    with pytest.raises(TypeError, match="load_file loads one"):
+        load_files(str(tmp_path / "x"))
+
+
+def test_devices_that_are_not_there(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "x")
+    for device in ("cuda:77", 77, torch.device("cuda", 77)):
+        with pytest.raises(TierUnavailable, match="device cuda:77 cannot be used: torch .* sees"):
+            load_file(tmp_path / "x", device)
+    with pytest.raises(ValueError, match="device mps: .*load to the CPU"):
+        load_file(tmp_path / "x", "mps")
 
 
 def test_a_file_that_is_replaced_after_its_header_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
