@@ -79,6 +79,12 @@ class KvtierModelLoader(DefaultModelLoader):
         self._damage: WeightsDamaged | None = None  # met while loaders were recorded
         self._bar: Any = None  # while bytes of the plan land
 
+    def load_model(self, vllm_config: Any, model_config: Any, **rest: Any) -> torch.nn.Module:
+        """Build the model, load it, and let vLLM process its weights. Raises as `load_weights`."""
+        if (Path(model_config.model) / NAME).exists():
+            keep_tied(model_config)
+        return super().load_model(vllm_config=vllm_config, model_config=model_config, **rest)
+
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Fill the parameters. Return when all bytes have landed.
 
@@ -295,6 +301,17 @@ def _targets_of(plan: WeightPlan, model: torch.nn.Module) -> list[torch.Tensor] 
         log.warning("the stored plan is not used: %s", fault)
         return None
     return targets
+
+
+def keep_tied(model_config: Any) -> None:
+    """Tie the embeddings of a model from shards, if its config.json does.
+
+    Where both have one name, it is lm_head. From 0.32 on, vLLM takes that for a head beside the embeddings.
+    """
+    if getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
+        for config in (model_config.hf_config, model_config.hf_config.get_text_config()):
+            config.tie_word_embeddings = True
+        model_config.word_embeddings_untied_by_checkpoint = False
 
 
 def shards_of_rank(folder: Path, manifest: ShardManifest, model: torch.nn.Module) -> PlannedLoad:

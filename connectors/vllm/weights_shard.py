@@ -92,7 +92,8 @@ def shard(
                     place.check_room(state.n_bytes * tensor_size)
                     report.append(begin(state.n_bytes * tensor_size))
                 place.write_rank(state, reader)
-        return place.finish(folder, reader)
+        is_untied = getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
+        return place.finish(folder, reader, is_untied=is_untied)
 
 
 def _rank_state(rank: int, config: Any, reader: WeightReader) -> RankState:

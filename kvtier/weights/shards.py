@@ -118,11 +118,16 @@ class ShardFolder:
             yield memoryview((ctypes.c_uint8 * dense.nbytes).from_address(dense.data_ptr()))
             self._progress(tensor.nbytes)
 
-    def finish(self, source: Path, reader: WeightReader) -> ShardManifest:
-        """Copy the model's other files, sum the shards, and write the manifest."""
+    def finish(self, source: Path, reader: WeightReader, *, is_untied: bool = False) -> ShardManifest:
+        """Copy the model's other files, sum the shards, and write the manifest.
+
+        is_untied: the checkpoint has an output head of its own, whatever its config.json says.
+        """
         for entry in sorted(source.iterdir()):
             if entry.is_file() and _is_beside_weights(entry.name):
                 shutil.copyfile(entry, self._folder / entry.name)
+        if is_untied:
+            _untie(self._folder / "config.json")
         files = [self._folder / name for name in self._files]
         checksums.write(self._folder, files, reader)
         shutil.copymode(files[0], self._folder / checksums.MANIFEST)  # readers of the shards need it
@@ -221,6 +226,15 @@ def _fill(state: RankState, owners: set[int], reader: WeightReader) -> None:
 def _is_beside_weights(name: str) -> bool:
     """Return whether a file of a model's folder belongs beside shards too: configuration, tokenizer, code."""
     return not (is_weight_file(name) or name.endswith(INDEX_SUFFIX) or name.startswith((".", "kvtier-")))
+
+
+def _untie(path: Path) -> None:
+    """Write into a config.json that the model's head is not its embeddings."""
+    config = json.loads(path.read_text())
+    for part in (config, *config.values()):
+        if isinstance(part, dict) and (part is config or "tie_word_embeddings" in part):
+            part["tie_word_embeddings"] = False
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write(path: Path, contents: Iterable[Content]) -> None:

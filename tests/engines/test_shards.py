@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 
 from safetensors import safe_open
 from vllm.config import LoadConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
 from kvtier.cli import main
@@ -75,6 +76,30 @@ def test_both_loaders_read_them(checkpoint: Path, made: Path, rank: int, caplog:
         model = fresh_model(config)
         ShardedStateLoader(LoadConfig(load_format="sharded_state")).load_weights(model, config.model_config)
         assert_equal(model, expected)
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+def test_tied_embeddings(has_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both loaders build the model that the checkpoint gives: one tensor, or, against config.json, a head too."""
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    folder, out = weights_models.make("tied", tmp_path / "model"), tmp_path / "shards"
+    if has_head:
+        weights_models.add_head(folder)
+    assert main(["weights", "shard", str(folder), "--out", str(out)]) == 0
+    loaders = {
+        "auto": DefaultModelLoader(LoadConfig(use_tqdm_on_load=False)),
+        "kvtier": loader(),
+        "sharded_state": ShardedStateLoader(LoadConfig(load_format="sharded_state")),
+    }
+    models = {}
+    models = {}
+    for load_format, one in loaders.items():
+        config = engine_config(str(folder if load_format == "auto" else out), 1, load_format=load_format)
+        with as_rank(config, 0):
+            models[load_format] = one.load_model(vllm_config=config, model_config=config.model_config)
+    assert models["auto"].config.tie_word_embeddings is not has_head
+    assert_equal(models["kvtier"], models["auto"])
+    assert_equal(models["sharded_state"], models["auto"])
 
 
 def test_a_checkpoint_in_fp8(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ OSS = {
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", EXPERTS),
     "gemma2": ("gemma2", {"tie_word_embeddings": True, "query_pre_attn_scalar": 32}),
     "phi3": ("phi3", {"head_dim": 16, "num_key_value_heads": 8}),
@@ -93,6 +94,18 @@ def make(kind: str, folder: Path) -> Path:
     if kind in QUANTIZED:
         _quantize(folder, kind)
     return folder
+
+
+def add_head(folder: Path) -> None:
+    """Adds an output head to a checkpoint whose config.json says that it has none."""
+    index_path = folder / "model.safetensors.index.json"
+    index = json.loads(index_path.read_text())
+    embeddings = index["weight_map"]["model.embed_tokens.weight"]
+    tensors = load_file(folder / embeddings)
+    tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors, folder / embeddings, {"format": "pt"})
+    index["weight_map"]["lm_head.weight"] = embeddings
+    index_path.write_text(json.dumps(index))
 
 
 def _quantize(folder: Path, kind: str) -> None:
