@@ -18,17 +18,18 @@ from kvtier.runtime.repeated_log import RepeatedLog
 class Faults:
     """Counter and log of contained exceptions. Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, missed: str = "the tier for it", clock: Callable[[], float] = time.monotonic) -> None:
+        """missed: what is gone on without after a fault, for the log."""
         self._lock = threading.Lock()
         self._count = 0
-        self._log = RepeatedLog(clock)
+        self._missed, self._log = missed, RepeatedLog(clock)
 
     def note(self, doing: str, fault: Exception) -> None:
         """Count a fault, and log it with what was being done; repetitions are logged at growing intervals."""
         with self._lock:
             self._count += 1
         kind = f"{doing} {type(fault).__name__}"
-        self._log.line(logging.ERROR, kind, "%s failed; going on without the tier for it", doing, fault=fault)
+        self._log.line(logging.ERROR, kind, "%s failed; going on without %s", doing, self._missed, fault=fault)
 
     def take(self) -> int:
         """Return the number of faults since the last `take`."""

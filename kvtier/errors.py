@@ -110,5 +110,5 @@ class WeightsDamaged(Corrupt):
         where = f"in tensor {named}" if named else "in the header"
         super().__init__(
             f"{path} at byte {offset}: bytes {where} differ from the manifest; get the file again, or, if it was "
-            "changed on purpose, run `kvtier weights verify FOLDER --write`"
+            f"changed on purpose, run `kvtier weights verify {path.parent} --write`"
         )

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.vllm.platform import join_log
 from kvtier.connectors.vllm.weights_key import key_of
 from kvtier.connectors.vllm.weights_trace import LoadTrace, TraceRefused, distinct
-from kvtier.errors import ConfigError, WeightsDamaged
+from kvtier.errors import ConfigError, Corrupt, WeightsDamaged
 from kvtier.model.safetensors import read_header
 from kvtier.model.shard_manifest import NAME, ShardManifest, read_shard_manifest
 from kvtier.runtime.garbage import paused_collection
@@ -72,7 +72,7 @@ class KvtierModelLoader(DefaultModelLoader):
             raise ConfigError(EXTRA, load_config.model_loader_extra_config, fix)
         # The configuration is shared with other loaders. With "auto" the same files are chosen as without kvtier.
         super().__init__(dataclasses.replace(load_config, load_format="auto", model_loader_extra_config=extra))
-        self._faults = Faults()
+        self._faults = Faults("it")
         self._files: list[Path] | None = None  # while they are collected
         self._trace: LoadTrace | None = None  # while loaders are recorded
         self._why, self._key = "", ""
@@ -83,7 +83,8 @@ class KvtierModelLoader(DefaultModelLoader):
         """Build the model, load it, and let vLLM process its weights. Raises as `load_weights`."""
         if (Path(model_config.model) / NAME).exists():
             keep_tied(model_config)
-        return super().load_model(vllm_config=vllm_config, model_config=model_config, **rest)
+        model: torch.nn.Module = super().load_model(vllm_config=vllm_config, model_config=model_config, **rest)
+        return model
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Fill the parameters. Return when all bytes have landed.
@@ -94,6 +95,11 @@ class KvtierModelLoader(DefaultModelLoader):
         start_s = time.perf_counter()
         folder = Path(model_config.model)
         shards = read_shard_manifest(folder) if folder.is_dir() else None
+        if shards is None and next(folder.glob("model-rank-*.safetensors"), None) is not None:
+            fix = (
+                f"it has shards without {NAME}, which comes last; run `kvtier weights shard` again, which goes on there"
+            )
+            raise ConfigError("model", str(folder), fix)
         with ExitStack() as stack:
             reader = stack.enter_context(WeightReader(progress=self._show))
             if (first := next(model.parameters(), None)) is not None:
@@ -101,7 +107,7 @@ class KvtierModelLoader(DefaultModelLoader):
             if shards is None:
                 planned = self._planned(model, model_config, reader, stack)
             else:
-                planned = shards_of_rank(folder, shards, model)
+                planned = shards_of_rank(folder, shards, model, str(model_config.architecture))
             if planned is None:
                 log.info("weights are loaded by vLLM's own loader: %s", self._why)
                 super().load_weights(model, model_config)
@@ -187,8 +193,9 @@ class KvtierModelLoader(DefaultModelLoader):
     @contains_faults("naming the plan of the load", default=False)
     def _find_key(self, model: torch.nn.Module, model_config: Any, files: list[Path]) -> bool:
         """Set the name under which the plan is stored. Without one it is not."""
-        self._key = key_of(model, model_config, files)
-        return True
+        with suppress(Corrupt):  # its header is read again, which names the file
+            self._key = key_of(model, model_config, files)
+        return bool(self._key)
 
     def _collect(self, model: torch.nn.Module, model_config: Any) -> list[Path]:
         """Return the checkpoint's files in the order in which vLLM reads them."""
@@ -217,6 +224,9 @@ class KvtierModelLoader(DefaultModelLoader):
         except WeightsDamaged as fault:  # vLLM's own loader would serve them
             self._damage = fault
             return None
+        except (ValueError, TypeError, AssertionError, LookupError, AttributeError, RuntimeError) as fault:
+            self._why = f"its loaders cannot be recorded ({type(fault).__name__}: {fault})"
+            raise
         finally:
             self._trace = None
         # Repeated from the cache, the plan would leave out what loaders did to the model itself.
@@ -314,16 +324,21 @@ def keep_tied(model_config: Any) -> None:
         model_config.word_embeddings_untied_by_checkpoint = False
 
 
-def shards_of_rank(folder: Path, manifest: ShardManifest, model: torch.nn.Module) -> PlannedLoad:
+def shards_of_rank(folder: Path, manifest: ShardManifest, model: torch.nn.Module, architecture: str) -> PlannedLoad:
     """Return the load of this rank's shards. Raises ConfigError where they are of other settings, Corrupt."""
+    if architecture != manifest.architecture:
+        fix = f"it has shards of {manifest.architecture} only; name the checkpoint's own folder to load {architecture}"
+        raise ConfigError("model", str(folder), fix)
     group, stages = parallel_state.get_tp_group(), parallel_state.get_pp_group().world_size
     for key, made, here in (
         ("tensor_parallel_size", manifest.tensor_parallel_size, group.world_size),
         ("pipeline_parallel_size", 1, stages),
-        ("model", f"shards of vLLM {manifest.release}", f"shards of vLLM {release()}"),
+        ("vllm", manifest.release, release()),
     ):
         if made != here:
-            fix = f"{folder} has shards for {made}; make others with `kvtier weights shard`, or load the checkpoint"
+            fix = (
+                f"{folder} has shards for {key} {made}; make others with `kvtier weights shard`, or load the checkpoint"
+            )
             raise ConfigError(key, here, fix)
     plan = shard_plan(folder, manifest, group.rank_in_group, state_of(model))
     return PlannedLoad(plan, plan.bind(everything(model)), of_files(plan.files), "of shards")

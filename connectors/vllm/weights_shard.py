@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from vllm.config import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -43,6 +45,11 @@ def plans(folder: Path, tensor_size: int, dtype: str = AUTO) -> Iterator[RankPla
 
     Raises ConfigError for a model that is not loaded by plans.
     """
+    with refusals_of_vllm(folder):
+        yield from _plans(folder, tensor_size, dtype)
+
+
+def _plans(folder: Path, tensor_size: int, dtype: str) -> Iterator[RankPlan]:
     config = _config(folder, tensor_size, dtype)
     for rank in range(tensor_size):
         with as_rank(config, rank), WeightReader() as reader:
@@ -70,8 +77,15 @@ def shard(
 
     begin: is called with the bytes of all shards, and returns what is called with bytes that are written.
     dtype: as vLLM's --dtype.
-    Raises ConfigError, TierUnavailable without room, WeightsUnreadable, OSError.
+    Raises ConfigError, TierUnavailable without room, WeightsUnreadable, WeightsDamaged, OSError.
     """
+    with refusals_of_vllm(folder):
+        return _shard(folder, tensor_size, out, begin, dtype)
+
+
+def _shard(
+    folder: Path, tensor_size: int, out: Path, begin: Callable[[int], Callable[[int], object]], dtype: str
+) -> ShardManifest:
     config = _config(folder, tensor_size, dtype)
     model_config = config.model_config
     wanted = ShardManifest(
@@ -96,15 +110,27 @@ def shard(
         return place.finish(folder, reader, is_untied=is_untied)
 
 
+@contextmanager
+def refusals_of_vllm(folder: Path) -> Iterator[None]:
+    """Raise ConfigError for what vLLM says of a model or a size that it does not take."""
+    try:
+        yield
+    except ValidationError as error:
+        raise ConfigError("model", str(folder), f"vLLM does not take it: {error.errors()[0]['msg']}") from error
+    except (ValueError, AssertionError, RuntimeError, LookupError, AttributeError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise ConfigError("model", str(folder), f"vLLM does not load it: {said}") from error
+
+
 def _rank_state(rank: int, config: Any, reader: WeightReader) -> RankState:
     model, loader = build_model(config), _loader()
     planned = loader.record(model, config.model_config, reader)
     if planned is not None:
-        return RankState(rank, state_of(model), planned.plan, planned.targets)
+        return RankState(rank, state_of(model), planned.plan, planned.targets, planned.expected)
     if reason_for_tensors(model, config.model_config):
         raise ConfigError("model", config.model_config.model, f"it cannot be sharded: {loader.why}")
     DefaultModelLoader(LoadConfig(use_tqdm_on_load=False)).load_weights(model, config.model_config)
-    return RankState(rank, state_of(model), WeightPlan.empty(), [])
+    return RankState(rank, state_of(model), WeightPlan.empty(), [], {})
 
 
 def _config(folder: Path, tensor_size: int, dtype: str) -> Any:

@@ -30,6 +30,7 @@ def verify_weights(
 
     Loads by kvtier compare what they read with the manifest, if there is one.
     """
+    from kvtier.model.safetensors import read_header
     from kvtier.weights import manifest
     from kvtier.weights.reader import WeightReader
     from kvtier.weights.verify import WeightFinding, verify, weight_files
@@ -40,6 +41,8 @@ def verify_weights(
     with byte_progress("reading") as show:
         if write:
             files = weight_files(folder)
+            for path in files:  # a manifest of a broken file would declare it good
+                read_header(path)
             with WeightReader(progress=lambda landed: show(landed, total)) as reader:
                 manifest.write(folder, files, reader)
             n_bytes = sum(path.stat().st_size for path in files)

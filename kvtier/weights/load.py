@@ -105,4 +105,4 @@ def _tensor(buffer: torch.Tensor, start: int, entry: TensorEntry) -> torch.Tenso
     # Each has a storage of its own within the buffer: pickle and torch.save write storages whole, and
     # safetensors.torch.save_model refuses tensors that are parts of one.
     storage = buffer.untyped_storage()[start : start + entry.n_bytes]
-    return torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, 0, shape)
+    return torch.empty(0, dtype=dtype, device=buffer.device).set_(storage).view(shape)

@@ -13,7 +13,7 @@ import os
 import shutil
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from kvtier.weights import manifest as checksums
 from kvtier.weights.copies import TARGET, pack
 from kvtier.weights.dtypes import TORCH_DTYPES
 from kvtier.weights.plan import Conversion, Elements, Parameter, WeightPlan, byte_strides, convert, dtype_name
-from kvtier.weights.reader import WeightReader
+from kvtier.weights.reader import Sums, WeightReader
 from kvtier.weights.strided import copies_between
 
 PARTIAL = f".{NAME.removesuffix('.json')}.partial"
@@ -39,8 +39,12 @@ PART_BYTES = 16 << 30  # most bytes of tensors in a file, unless one tensor has 
 BATCH_BYTES = 1 << 30  # tensors that are read together before they are written, bytes
 DATA_ALIGNMENT = 4096  # the first tensor begins at a multiple of this, bytes
 ROOM_TO_SPARE = 64 << 20  # for headers, manifest and the model's other files, bytes
+OTHER_WEIGHTS = (".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".tflite")  # of other frameworks, by their endings
 Content = bytes | memoryview
-_OTHER_SETTINGS = "make the shards again with this engine's dtype and quantization"
+_OTHER_SETTINGS = (
+    "make the shards again with this engine's dtype and quantization, or, for expert parallelism, load the "
+    "checkpoint's own folder"
+)
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -48,13 +52,15 @@ SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 class RankState:
     """Source of one rank's shards: its tensors by name, and the plan that fills some of them.
 
-    plan's targets are `targets`; a tensor of `state` shares its memory with at most one of them.
+    plan's targets are `targets`; a tensor of `state` shares its memory with at most one of them. expected: checksums of
+    the plan's files that a manifest lists.
     """
 
     rank: int
     state: dict[str, torch.Tensor]
     plan: WeightPlan
     targets: Sequence[torch.Tensor]
+    expected: Mapping[Path, Sums]
 
     @property
     def n_bytes(self) -> int:
@@ -89,8 +95,11 @@ class ShardFolder:
         free = FreeSpace.of(os.statvfs(self._folder)).n_bytes
         missing = n_bytes + ROOM_TO_SPARE - written - free
         if missing > 0:
-            text = f"shards of {size(n_bytes)} do not fit into {self._folder}: {size(free)} are free there"
-            raise TierUnavailable(f"{text}, {size(missing)} too little; free them or name another folder", is_full=True)
+            text = (
+                f"shards of {size(n_bytes)}, with {size(ROOM_TO_SPARE)} for other files, do not fit into {self._folder}"
+            )
+            fix = f"{size(free)} are free there, {size(missing)} too little; free them or name another folder"
+            raise TierUnavailable(f"{text}: {fix}", is_full=True)
 
     def write_rank(self, state: RankState, reader: WeightReader) -> None:
         """Write the shards of a rank, and free its tensors. Raises WeightsUnreadable, TierUnavailable, OSError."""
@@ -126,6 +135,8 @@ class ShardFolder:
         for entry in sorted(source.iterdir()):
             if entry.is_file() and _is_beside_weights(entry.name):
                 shutil.copyfile(entry, self._folder / entry.name)
+        for name in module_folders(source):
+            shutil.copytree(source / name, self._folder / name, dirs_exist_ok=True)
         if is_untied:
             _untie(self._folder / "config.json")
         files = [self._folder / name for name in self._files]
@@ -218,14 +229,25 @@ def _filled(state: RankState, names: list[str], reader: WeightReader) -> Iterabl
 def _fill(state: RankState, owners: set[int], reader: WeightReader) -> None:
     rows = state.plan.copies[np.isin(state.plan.copies[:, TARGET], list(owners))]
     if len(rows):
-        reader.read(state.plan.files, rows, state.targets)
+        reader.read(state.plan.files, rows, state.targets, state.expected)
     conversions = (each for each in state.plan.conversions if each.target.number in owners)
-    convert(reader, state.plan.files, conversions, state.targets)
+    convert(reader, state.plan.files, conversions, state.targets, state.expected)
 
 
 def _is_beside_weights(name: str) -> bool:
     """Return whether a file of a model's folder belongs beside shards too: configuration, tokenizer, code."""
-    return not (is_weight_file(name) or name.endswith(INDEX_SUFFIX) or name.startswith((".", "kvtier-")))
+    is_weights = is_weight_file(name) or name.endswith(OTHER_WEIGHTS)
+    return not (is_weights or name.endswith(INDEX_SUFFIX) or name.startswith((".", "kvtier-")))
+
+
+def module_folders(folder: Path) -> list[str]:
+    """Return the subfolders that modules.json of a sentence-transformers model names: pooling and layers after it."""
+    try:
+        modules = json.loads((folder / "modules.json").read_bytes())
+        names = {Path(str(module["path"])) for module in modules}
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+    return sorted(str(name) for name in names if len(name.parts) == 1 and (folder / name).is_dir())
 
 
 def _untie(path: Path) -> None:

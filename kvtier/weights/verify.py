@@ -25,7 +25,7 @@ class WeightFinding:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model.
+    """Return the safetensors files of a model, with those of Mistral's own format beside them, which vLLM prefers.
 
     Raises WeightsUnreadable where a file of the index is missing, or there is none; Corrupt for a malformed index.
     """
@@ -35,6 +35,7 @@ def weight_files(folder: Path) -> list[Path]:
             raise Corrupt("it names a file in another folder")
     except Corrupt as error:
         raise Corrupt(f"{folder / INDEX} is no index of safetensors files: {error}; get it again") from None
+    files = sorted({*files, *folder.glob("consolidated*.safetensors")})
     for path in files:
         if not path.is_file():
             raise WeightsUnreadable(path, None, f"{INDEX} names this file, and it is missing; get it again")

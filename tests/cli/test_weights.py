@@ -63,6 +63,21 @@ def test_a_missing_shard_of_the_index(folder: Path, capsys: pytest.CaptureFixtur
     assert "in another folder" in refused(capsys, "weights", "verify", str(folder), "--write")
 
 
+def test_a_broken_file_gets_no_manifest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.truncate(folder / "model-1.safetensors", 1_000_000)
+    assert "model-1.safetensors is not a whole" in refused(capsys, "weights", "verify", str(folder), "--write")
+    assert not (folder / "kvtier-checksums.json").exists()
+
+
+def test_files_in_the_format_of_mistral(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM loads them where they are, and else the files of the index."""
+    save_file({"t": torch.zeros(9)}, folder / "consolidated.safetensors")
+    printed(capsys, "weights", "verify", str(folder), "--write")
+    flip(folder / "consolidated.safetensors", 90)
+    bad = printed_json(capsys, "weights", "verify", str(folder), status=1)["bad"]
+    assert [finding["file"] for finding in bad] == ["consolidated.safetensors"]
+
+
 def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no safetensors file" in refused(capsys, "weights", "verify", str(tmp_path), "--write")
 

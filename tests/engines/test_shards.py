@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,7 +136,7 @@ def test_a_changed_folder_has_a_fingerprint_of_its_own(checkpoint: Path, copied:
 
 
 def test_another_size_is_refused(made: Path) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size = 4.*shards for 2"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size = 4.*shards for tensor_parallel_size 2"):
         load(made, 4, 0)
 
 
@@ -147,7 +148,7 @@ def test_another_dtype_is_refused(made: Path) -> None:
 
 def test_another_release_is_refused(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.__version__", "0.99.0")
-    with pytest.raises(ConfigError, match=r"shards of vLLM 0\.99\.0"):
+    with pytest.raises(ConfigError, match=r"vllm = '0\.99\.0'.*shards for vllm 0"):
         load(made, RANKS, 0)
 
 
@@ -188,6 +189,63 @@ def test_shards_are_not_loaded_again_into_an_engine(made: Path) -> None:
     config = engine_config(str(made), RANKS)
     with as_rank(config, 0), pytest.raises(ConfigError, match="own folder"):
         loader().get_all_weights(config.model_config, fresh_model(config))
+
+
+def test_a_damaged_checkpoint_is_not_sharded(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+    """Shards of it would have checksums that declare the damage good."""
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    assert main(["weights", "verify", str(folder), "--write"]) == 0
+    path = sorted(folder.glob("*.safetensors"))[-1]
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    assert main(["weights", "shard", str(folder), "--out", str(tmp_path / "out")]) == 2
+    assert f"weights verify {folder} --write" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("model-*"))
+
+
+def test_what_vllm_refuses_is_said(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+    for command in ("plan", "shard"):
+        out = [] if command == "plan" else ["--out", str(tmp_path / "out")]
+        assert main(["weights", command, str(checkpoint), "--tp", "3", *out]) == 2
+        assert "heads (8) must be divisible by tensor parallel size (3)" in capsys.readouterr().err
+
+
+def test_shards_that_are_not_complete_are_refused(copied: Path) -> None:
+    (copied / NAME).unlink()
+    with pytest.raises(ConfigError, match="without kvtier-weights.json.*run `kvtier weights shard` again"):
+        load(copied, RANKS, 0)
+
+
+def test_another_architecture_is_refused(made: Path) -> None:
+    """As that of a draft model within the checkpoint, whose layers shards do not have."""
+    config = engine_config(str(made), RANKS)
+    with as_rank(config, 0):
+        model, draft = fresh_model(config), SimpleNamespace(model=str(made), architecture="Qwen3MTP")
+        with pytest.raises(ConfigError, match="shards of Qwen3MoeForCausalLM only; .*own folder to load Qwen3MTP"):
+            loader().load_weights(model, draft)
+
+
+def test_expert_parallelism_is_refused(made: Path) -> None:
+    config = engine_config(str(made), RANKS)
+    config.parallel_config.enable_expert_parallel = True
+    with as_rank(config, 0), pytest.raises(ConfigError, match="for expert parallelism, load the checkpoint's own"):
+        loader().load_weights(fresh_model(config), config.model_config)
+
+
+def test_other_files_of_the_model(checkpoint: Path, tmp_path: Path) -> None:
+    """Pooling of an embedding model is in a subfolder; weights of other frameworks are of no use to vLLM."""
+    folder, out = Path(shutil.copytree(checkpoint, tmp_path / "model")), tmp_path / "out"
+    kind = "sentence_transformers.models.Pooling"
+    modules = [{"path": path, "type": kind} for path in ("1_Pooling", "../secret")]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    for name in ("1_Pooling/config.json", "onnx/model.onnx", "tf_model.h5", "flax_model.msgpack", "../secret/x"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    weights_shard.shard(folder, 1, out, lambda total: lambda n_bytes: None)
+    beside = {path.name for path in out.iterdir() if not path.name.startswith(("kvtier-", "model-"))}
+    assert beside == {"config.json", "generation_config.json", "modules.json", "1_Pooling"}
+    assert (out / "1_Pooling/config.json").read_text() == "{}"
 
 
 def test_without_room_nothing_is_begun(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

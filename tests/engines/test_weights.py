@@ -182,11 +182,12 @@ def test_loaders_that_cannot_be_recorded_get_real_tensors(llama: Any, caplog: An
     for load, reason in (
         (computes, ""),
         (indexes, "a loader made a tensor without data"),
-        (calls_numpy, "its loaders cannot be recorded"),
+        (calls_numpy, "its loaders cannot be recorded (TypeError: "),
     ):
         model = fresh_model(config)
         model.load_weights = load.__get__(model)
-        assert load_with_reason(model, config, caplog) == reason
+        found = load_with_reason(model, config, caplog)
+        assert found.startswith(reason) and bool(found) == bool(reason)
         del model.load_weights
         if load is not calls_numpy:
             assert_equal(model, expected)
