@@ -118,7 +118,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for target, name in zip(self._targets, self._names, strict=True):
             parts = _parts(target)
             if len(parts) > 1 and overlapping(parts):
-                raise TraceRefused(f"parts of {name} are loaded more than once, in different ways")
+                raise TraceRefused(f"parts of {name} may overlap: they are converted, or loaded again in another way")
             for entry in target.pending.values():
                 if isinstance(entry, Conversion):
                     conversions.append(entry)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from kvtier.errors import KVTierError
 from kvtier.weights.copies import ROW_BYTES, ROWS, Table, contiguous, pack
 from kvtier.weights.reader import Sums, WeightReader
 
-CONVERTED_BYTES = 1 << 28  # most bytes of files that are read together for conversions, unless one has more
+CONVERTED_BYTES = 1 << 28  # most bytes of files that are read together for conversions
 
 
 class PlanMismatch(KVTierError):
@@ -47,6 +48,12 @@ class Elements:
     @classmethod
     def of(cls, number: int, offset: int, tensor: torch.Tensor) -> Elements:
         return cls(number, offset, tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor.dtype))
+
+    def part(self, dim: int, begin: int, size: int) -> Elements:
+        """Return `size` of the slices along a dimension, from number `begin` on."""
+        dtype: Any = getattr(torch, self.dtype)
+        offset = self.offset + begin * self.strides[dim] * dtype.itemsize
+        return replace(self, offset=offset, shape=(*self.shape[:dim], size, *self.shape[dim + 1 :]))
 
     @property
     def n_bytes(self) -> int:
@@ -142,7 +149,7 @@ def _batches(conversions: Iterable[Conversion]) -> Iterator[list[Conversion]]:
     """Yield conversions that are read together: each read opens its files, which takes as long as reading 1 GiB."""
     batch: list[Conversion] = []
     n_bytes = 0
-    for conversion in conversions:
+    for conversion in itertools.chain.from_iterable(map(_slices, conversions)):
         n_bytes += conversion.source.n_bytes
         if batch and n_bytes > CONVERTED_BYTES:
             yield batch
@@ -150,6 +157,19 @@ def _batches(conversions: Iterable[Conversion]) -> Iterator[list[Conversion]]:
         batch.append(conversion)
     if batch:
         yield batch
+
+
+def _slices(conversion: Conversion) -> Iterator[Conversion]:
+    """Yield a conversion in slices that are read together at most, which bounds the host's memory."""
+    source, target = conversion.source, conversion.target
+    if source.n_bytes <= CONVERTED_BYTES:
+        yield conversion
+        return
+    dim = max(range(len(source.shape)), key=source.strides.__getitem__)
+    step = max(1, source.shape[dim] * CONVERTED_BYTES // source.n_bytes)
+    for begin in range(0, source.shape[dim], step):
+        size = min(step, source.shape[dim] - begin)
+        yield Conversion(source.part(dim, begin, size), target.part(dim, begin, size))
 
 
 def _part_of(target: torch.Tensor, view: Elements) -> torch.Tensor:
