@@ -8,6 +8,7 @@ a segment is there, not before: a remover that comes later than that finds the s
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -48,16 +49,27 @@ class OwnSegments:
         """
         files = self._worker.files(plan.namespace)
         header = self._header(plan, chunk)
-        leased = files.lease(chunk.set_id, header.part, for_writing=True)
-        if leased is None:
-            files.create(header)
-            with suppress(IndexUnavailable):  # what is written waits for it, as all that is to be published does
-                self._leave_unknown(files, {chunk.set_id})
+        try:
             leased = files.lease(chunk.set_id, header.part, for_writing=True)
+            if leased is None:
+                files.create(header)
+                with suppress(IndexUnavailable):  # what is written waits for it, as all that is to be published does
+                    self._leave_unknown(files, {chunk.set_id})
+                leased = files.lease(chunk.set_id, header.part, for_writing=True)
+        except TierUnavailable:
+            if self._was_removed(chunk.set_id):  # with its namespace's folder, as after a reset: no fault of the storage
+                return None
+            raise
         if leased is not None and leased.header != header:
             leased.release()
             raise Corrupt(f"{segment_name(chunk.set_id, header.part)} is not the one that was made here")
         return leased
+
+    def _was_removed(self, set_id: int) -> bool:
+        index = self._worker.index
+        with suppress(IndexUnavailable):
+            return not index.was_reset and not index.some_sets([set_id]) and not index.was_reset
+        return False
 
     def _header(self, plan: SavePlan, chunk: SaveChunk) -> SegmentHeader:
         """Return the header that our segment has. A segment with another one was put in its place: a record is written
@@ -168,8 +180,10 @@ class OwnSegments:
             self._log.warning("trim", "segment set %016x is not trimmed: %s", set_id, fault)
 
     def _unlink(self, files: SegmentFiles, set_id: int) -> None:
-        # Until the engine's next sign of life, each chunk that is saved meets it again.
-        self._log.warning(f"removed {set_id}", "segment set %016x was removed while it was filled", set_id)
+        # A reset does so to a namespace that is left; the scheduler's half logs losses. Until the engine's next sign of
+        # life, each chunk that is saved meets it again.
+        text = "segment set %016x was removed before all of it was written, as after a reset; what came late is dropped"
+        self._log.line(logging.INFO, f"removed {set_id}", text, set_id)
         try:
             for part in parts_of(set_id, self._worker.share.rank):
                 files.unlink(set_id, part)

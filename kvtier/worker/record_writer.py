@@ -451,6 +451,8 @@ class RecordWriter:
                 continue
             files = self._worker.files(namespace)
             try:
+                if not self._worker.index.some_sets([set_id]):  # removed, as with the namespace that a reset left
+                    continue
                 files.trim_rank(set_id, self._worker.share.rank, used)
                 self._worker.index.close_set(set_id, files.set_bytes_of(set_id))
             except (Corrupt, TierUnavailable, IndexUnavailable) as fault:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -351,6 +352,7 @@ def test_writes_that_had_ended_at_a_fault_of_the_loop_keep_it_from_nothing(
 
 def test_a_set_that_is_gone_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each chunk that is saved meets it again, until the engine's next sign of life."""
+    caplog.set_level(logging.INFO, "kvtier")
     engine = Engine(tmp_path)
     worker, segments = engine.transfers[0]._worker, engine.transfers[0]._saver.writer.segments
     for _ in range(3):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,31 @@ def test_no_record_is_cut_off_whichever_was_written_last(tmp_path: Path, slots: 
     used = next(tmp_path.glob("v2/*/*.kvseg")).stat().st_size
     reader.close()
     assert used == 4096 + 6 * RECORD_BYTES, "and no more than the records stays"
+
+
+def test_saves_that_a_reset_overtakes_log_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each update of a trainer's weights resets the tier while requests run: the second one erases a namespace."""
+    writer = engine_of(tmp_path, 8)
+    tokens, blocks = list(range(64 * 4)), list(range(4 * writer.chunk_blocks))
+    writer.store.reset()
+    writer.prefill(tokens, blocks)
+    writer.wait_for_set()
+    writer.save(tokens[: 64 * 2], blocks)
+    (left,) = tmp_path.glob("v2/*/*.kvseg")
+    wanted = [
+        WantedChunk(key, writer.store.namespace_id, tuple(blocks[: writer.chunk_blocks]))
+        for key in writer.keys(tokens)[2:]
+    ]
+    plan = writer.store.plan_save(wanted)
+    assert plan is not None
+    writer.store.reset()
+    deadline = time.monotonic() + 20
+    while left.parent.exists():
+        assert time.monotonic() < deadline, "what no lookup can name again stays"
+        time.sleep(0.02)
+    (transfer,) = writer.transfers
+    transfer.save(plan)
+    assert transfer.drain(20)
+    writer.close()
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not left.parent.exists(), "nor does what was written late"
