@@ -18,19 +18,15 @@ from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvtier.config.kv_transfer import CONNECTOR, MODULE, POLICY
+from kvtier.config.kv_transfer import CONNECTOR, MODULE, POLICY, ROOT_VARIABLE
 
 log = logging.getLogger("kvtier")
 
-ROOT_VARIABLE = "KVTIER_ROOT"
 LOAD_FORMAT = "kvtier"
 LOADERS = "vllm.model_executor.model_loader"  # module with the register of load formats
-CAPACITY_SHARE = 0.8  # default of capacity_bytes, fraction of the space that is free or taken by the root's segments
-CAPACITY_UNIT = 1 << 30  # the default capacity is rounded down to a multiple of this, bytes
 MARK = "_is_supplied_by_kvtier"  # attribute of the wrapped create_engine_config
 
 
@@ -113,16 +109,17 @@ def transfer_config() -> Any:
     from kvtier.config.settings import Settings
     from kvtier.connectors.vllm.platform import join_log
     from kvtier.runtime.units import size
+    from kvtier.storage.root import CAPACITY_SHARE, with_capacity
     from kvtier.storage.start_wait import in_time
 
     join_log()
     settings = Settings.load()
-    capacity_bytes, why = settings.capacity_bytes, "as set"
+    why = "as set"
     if "capacity_bytes" not in settings.model_fields_set:
-        capacity_bytes = in_time(settings.root, "measuring its free space", partial(default_capacity, settings.root))
+        settings = in_time(settings.root, "measuring its free space", partial(with_capacity, settings))
         why = f"{CAPACITY_SHARE:.0%} of the free space; KVTIER_CAPACITY_BYTES sets another"
     # The root is part of the configuration: workers on other nodes may not have the variable.
-    extra = {"root": str(settings.root), "capacity_bytes": capacity_bytes}
+    extra = {"root": str(settings.root), "capacity_bytes": settings.capacity_bytes}
     log.info(
         "%s=%s: KV is saved to and loaded from there by %s (kv_both, %s), up to %s (%s). "
         "To change it, set other KVTIER_* variables or give --kv-transfer-config, which replaces all of this",
@@ -130,7 +127,7 @@ def transfer_config() -> Any:
         settings.root,
         CONNECTOR,
         POLICY,
-        size(capacity_bytes),
+        size(settings.capacity_bytes),
         why,
     )
     return KVTransferConfig(
@@ -140,16 +137,3 @@ def transfer_config() -> Any:
         kv_load_failure_policy=POLICY,
         kv_connector_extra_config=extra,
     )
-
-
-def default_capacity(root: Path) -> int:
-    """Return CAPACITY_SHARE of what the root's file system has free and the root's segments take, in bytes.
-
-    Segments count as free: otherwise the capacity would shrink with each start. Raises OSError.
-    """
-    from kvtier.storage.filesystem import FreeSpace
-    from kvtier.storage.root import nearest, segments_bytes
-
-    free_bytes = FreeSpace.of(os.statvfs(nearest(root))).n_bytes
-    capacity_bytes = int(CAPACITY_SHARE * (free_bytes + segments_bytes(root)))
-    return capacity_bytes // CAPACITY_UNIT * CAPACITY_UNIT or capacity_bytes

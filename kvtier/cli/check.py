@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from kvtier.cli.app import app
 from kvtier.cli.check_model import ON_ONE_RANK, look_at_model
-from kvtier.cli.place import JsonOption, path_argument
+from kvtier.cli.place import JsonOption, configured, path_argument
 from kvtier.config.capacity import few_sets
 from kvtier.config.kv_transfer import read_transfer_config
 from kvtier.config.settings import HOST_ADMIT, HOST_ARENA_BYTES, Settings
@@ -73,13 +73,12 @@ class CheckResult(NamedTuple):
 
 @app.command("check", epilog=MEANINGS)
 def check(
-    ctx: typer.Context,
     path: Annotated[
         Path | None,
         typer.Argument(
             metavar="CONFIG.yaml",
             parser=path_argument,
-            help="The settings file; without it, the one that --kv-transfer-config names.",
+            help="The settings file; without it, --kv-transfer-config, KVTIER_CONFIG or KVTIER_ROOT.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -100,8 +99,6 @@ def check(
     ] = False,
 ) -> int:
     """Tell whether an engine would start, and with which settings."""
-    if path is None and kv_transfer_config is None:
-        raise typer.BadParameter("name the settings file, or give --kv-transfer-config", ctx)
     return run_check(CheckRequest(path, model, kv_transfer_config), as_json, shows_all)
 
 
@@ -149,7 +146,7 @@ def _settings(asked: CheckRequest) -> tuple[Settings, str]:
             fix = f"--kv-transfer-config names it, and {asked.config} was given: leave one of them out"
             raise ConfigError("config", given["config"], fix)
         given["config"] = str(asked.config)
-    return Settings.load(given), warning
+    return Settings.load(given) if given else configured(None), warning
 
 
 def _lines(settings: Settings, shows_all: bool) -> list[str]:

@@ -3,6 +3,7 @@
     kvtier stats /mnt/kv                    the folder alone: its content
     kvtier stats /etc/kvtier.yaml           the deployment: its index, capacity, engines
     kvtier stats --config /etc/kvtier.yaml  the same; so is KVTIER_CONFIG
+    KVTIER_ROOT=/mnt/kv kvtier stats        the deployment of engines that have KVTIER_ROOT alone
 
 Capacity, quotas, tenants and a Redis index are in the settings alone, so commands that depend on them require these.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,9 +24,11 @@ from kvtier.admin.lookup import UnknownNamespace
 from kvtier.admin.opened import Opened, open_for_admin
 from kvtier.admin.prompts import NoTokenizer
 from kvtier.cli.app import NotDone
-from kvtier.config.settings import Settings
+from kvtier.config.kv_transfer import ROOT_VARIABLE
+from kvtier.config.settings import Settings, has_root_variable
 from kvtier.errors import ConfigError
-from kvtier.storage.root import Root, find_root
+from kvtier.storage.root import Root, find_root, with_capacity
+from kvtier.storage.start_wait import in_time
 
 SETTINGS_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
@@ -56,7 +60,7 @@ ConfigOption = Annotated[
         "--config",
         metavar="FILE",
         parser=path_argument,
-        help="The settings file; without it, the one that KVTIER_CONFIG names.",
+        help="The settings file; without it, the one of KVTIER_CONFIG, or KVTIER_ROOT.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print for programs.")]
@@ -76,7 +80,7 @@ def find_place(path: Path | None, config: Path | None) -> CommandTarget:
             raise ConfigError("config", str(config), f"{path} is a settings file too: leave one of them out")
         path, config = None, path
     if path is None:
-        settings = _load(config, {})
+        settings = configured(config)
         return CommandTarget(settings, find_root(settings.root), False)
     refuse_missing_file(path)
     root = find_root(path)
@@ -93,7 +97,10 @@ def deployment(path: Path | None, config: Path | None, needs_settings: bool = Tr
     NotDone."""
     place = find_place(path, config)
     if place.is_bare and needs_settings:
-        fix = "what may stay depends on the capacity, quotas and pins in the engines' settings: add --config FILE"
+        fix = (
+            "what may stay depends on the capacity, quotas and pins in the engines' settings: add --config FILE, or "
+            f"set {ROOT_VARIABLE} instead of naming the folder if the engines have that alone"
+        )
         raise ConfigError("config", None, fix)
     if place.is_bare and place.root.index_path is None:
         raise ConfigError(
@@ -106,6 +113,16 @@ def deployment(path: Path | None, config: Path | None, needs_settings: bool = Tr
         raise NotDone(str(refusal)) from refusal
     finally:
         opened.close()
+
+
+def configured(config: Path | None) -> Settings:
+    """Load the settings of a file; without one, those that the environment names. Where that has KVTIER_ROOT, they are
+    those of an engine that was started with it alone. Raises ConfigError."""
+    settings = _load(config, {})
+    is_by_root = config is None and has_root_variable()
+    return (
+        in_time(settings.root, "measuring its free space", partial(with_capacity, settings)) if is_by_root else settings
+    )
 
 
 def _load(config: Path | None, overrides: dict[str, Any]) -> Settings:

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.app import app
-from kvtier.cli.place import path_argument
-from kvtier.config.settings import Settings
+from kvtier.cli.place import configured, path_argument
 from kvtier.errors import ConfigError
 from kvtier.runtime.exit_status import MEANINGS
 
@@ -21,7 +20,7 @@ def serve(
         typer.Argument(
             metavar="CONFIG.yaml",
             parser=path_argument,
-            help="The settings file; without it, the one that KVTIER_CONFIG names.",
+            help="The settings file; without it, the one of KVTIER_CONFIG, or KVTIER_ROOT.",
         ),
     ] = None,
 ) -> int:
@@ -29,7 +28,7 @@ def serve(
     if path is not None and path.is_dir():
         fix = f"is a folder: name a settings file with `root: {path}` and the engines' capacity_bytes"
         raise ConfigError("config", str(path), fix)
-    settings = Settings.load({} if path is None else {"config": str(path)})
+    settings = configured(path)
     try:  # its packages are an extra: the other commands need none of them
         from kvtier.server.serve import run_serve
     except ModuleNotFoundError as missing:

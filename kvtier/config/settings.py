@@ -32,6 +32,7 @@ from pydantic_settings import (
 
 from kvtier.config.capacity import CapacitySettings, smaller_set
 from kvtier.config.index import IndexSettings
+from kvtier.config.kv_transfer import ROOT_VARIABLE
 from kvtier.config.server import ServerSettings
 from kvtier.config.signing import SigningSettings
 from kvtier.config.sources import CONNECTOR, ENV_PREFIX, SettingsSource, merged, read_yaml
@@ -328,6 +329,11 @@ class Settings(BaseSettings):
             nearest = -(-self.chunk_tokens // block_tokens) * block_tokens
             fix = f"must be a multiple of the engine's block of {block_tokens} tokens; set it to {nearest}"
             raise ConfigError("chunk_tokens", self.chunk_tokens, fix)
+
+
+def has_root_variable() -> bool:
+    """Return True if KVTIER_ROOT is set: vLLM's plugin then supplies the connector's configuration."""
+    return bool(os.environ.get(ROOT_VARIABLE))
 
 
 def _environment(settings_cls: type[Settings]) -> Mapping[str, Any]:

@@ -85,7 +85,9 @@ def _file_system(root: Path, place: Path, kind: FileSystem, settings: Settings |
         needed = size(settings.rank_set_bytes_max)
         fix = f"a segment set takes {needed}: fine only if older ones can be evicted; else free space"
         return Diagnosis("warn", "root", value, fix)
-    if settings is not None and (fix := beyond_the_disk(place, settings.capacity_bytes)):
+    # Engines that have KVTIER_ROOT alone take a share of the disk, and `kvtier check` compares the default of files.
+    is_set = settings is not None and "capacity_bytes" in settings.model_fields_set
+    if settings is not None and is_set and (fix := beyond_the_disk(place, settings.capacity_bytes)):
         return Diagnosis("warn", "root", value, fix)
     return Diagnosis("ok", "root", value)
 

@@ -42,6 +42,8 @@ NAMESPACE_FILE = "namespace.json"
 NOTES_FOLDER = "notes"
 
 MACHINE_ROOT = Path("/")
+CAPACITY_SHARE = 0.8  # capacity where the root alone is given, fraction of the space that is free or its segments'
+CAPACITY_UNIT = 1 << 30  # that capacity is rounded down to a multiple of this, bytes
 _NAMESPACE_FOLDER = re.compile(r"[0-9a-f]{32}")
 _VERSION_FOLDER = re.compile(r"v(\d+)")
 # Names of temporary files: _try_to_write, segments.direct_io_works, atomic_files.
@@ -376,6 +378,24 @@ def segments_bytes(path: Path) -> int:
         except FileNotFoundError:
             continue
     return total
+
+
+def with_capacity(settings: Settings) -> Settings:
+    """Return settings of a root that is given alone, as by KVTIER_ROOT: unless capacity_bytes is set, it is a share of
+    the disk. Raises OSError."""
+    if "capacity_bytes" in settings.model_fields_set:
+        return settings
+    return settings.model_copy(update={"capacity_bytes": default_capacity(settings.root)})
+
+
+def default_capacity(root: Path) -> int:
+    """Return CAPACITY_SHARE of what the root's file system has free and the root's segments take, in bytes.
+
+    Segments count as free: otherwise the capacity would shrink with each start. Raises OSError.
+    """
+    free_bytes = FreeSpace.of(os.statvfs(nearest(root))).n_bytes
+    capacity_bytes = int(CAPACITY_SHARE * (free_bytes + segments_bytes(root)))
+    return capacity_bytes // CAPACITY_UNIT * CAPACITY_UNIT or capacity_bytes
 
 
 def _described(path: Path) -> str:

@@ -57,7 +57,9 @@ class OwnSegments:
                     self._leave_unknown(files, {chunk.set_id})
                 leased = files.lease(chunk.set_id, header.part, for_writing=True)
         except TierUnavailable:
-            if self._was_removed(chunk.set_id):  # with its namespace's folder, as after a reset: no fault of the storage
+            if self._was_removed(
+                chunk.set_id
+            ):  # with its namespace's folder, as after a reset: no fault of the storage
                 return None
             raise
         if leased is not None and leased.header != header:

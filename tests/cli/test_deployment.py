@@ -21,6 +21,7 @@ from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.io.ring import FlushOp, sizes_for
 from kvtier.scheduler.engine_report import Latency, TopPrefix, WorkerReport
 from kvtier.storage.filesystem import FileSystem
+from kvtier.storage.root import CAPACITY_UNIT, default_capacity
 from tests.cli.asking import CHUNKS, TOKENS, printed, printed_json, refused
 
 CAPACITY = 64 << 20
@@ -71,9 +72,22 @@ def test_what_depends_on_the_settings_asks_for_them(config: Path, capsys: pytest
     """With the default capacity in place of the real one, pins would not protect what they should."""
     root = str(root_of(config))
     for command in (["evict", root, "--all", "--yes"], ["pin", root], ["unpin", "x", root], ["quota", root]):
-        assert "add --config FILE" in refused(capsys, *command)
+        assert "add --config FILE, or set KVTIER_ROOT" in refused(capsys, *command)
     assert "leave one of them out" in refused(capsys, "stats", str(config), "--config", str(config))
     assert "no such folder" in refused(capsys, "lookup", f"{root}/absent", "--tokens", "x")
+
+
+def test_the_root_variable_alone_is_a_deployment(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its capacity is that of an engine with this variable alone: by another one, other sets would be protected."""
+    monkeypatch.setenv("KVTIER_ROOT", str(root_of(config)))
+    monkeypatch.setenv("KVTIER_SEGMENT_BYTES", "1MiB")
+    expected = pytest.approx(default_capacity(root_of(config)), abs=2 * CAPACITY_UNIT)
+    assert printed_json(capsys, "stats")["capacity"]["capacity_bytes"] == expected
+    assert printed_json(capsys, "check")["settings"]["capacity_bytes"] == expected
+    monkeypatch.setenv("KVTIER_CAPACITY_BYTES", str(CAPACITY))
+    assert printed_json(capsys, "stats")["capacity"]["capacity_bytes"] == CAPACITY
 
 
 def test_looking_makes_no_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -367,7 +381,6 @@ def test_verify_takes_settings_too(config: Path, capsys: pytest.CaptureFixture[s
         ["lookup", "x", "--tokens", "a", "--prompt", "b"],
         ["unpin"],
         ["stat"],
-        ["check"],
         ["index"],
         ["stats", "/x", "--jsn"],
         ["quota", "x", "--tenant", "a", "--set", "1", "--reset"],

@@ -21,6 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 from kvtier.connectors.vllm import KVTierConnector, plugin
 from kvtier.connectors.vllm.weights_loader import KvtierModelLoader
 from kvtier.errors import ConfigError
+from kvtier.storage.root import CAPACITY_UNIT, default_capacity
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 400
@@ -109,8 +110,8 @@ def test_a_bad_root_is_refused_by_the_name_of_its_variable(monkeypatch: pytest.M
 def test_stored_segments_count_as_free(tmp_path: Path) -> None:
     folder = tmp_path / "kv" / "v2" / "namespace"
     folder.mkdir(parents=True)
-    empty = plugin.default_capacity(tmp_path / "kv")
+    empty = default_capacity(tmp_path / "kv")
     (folder / "set-0.kvseg").write_bytes(bytes(4096))
     usage = shutil.disk_usage(tmp_path)
-    assert abs(plugin.default_capacity(tmp_path / "kv") - empty) <= 2 * plugin.CAPACITY_UNIT
-    assert plugin.default_capacity(tmp_path / "not" / "made" / "yet") <= 0.8 * usage.total
+    assert abs(default_capacity(tmp_path / "kv") - empty) <= 2 * CAPACITY_UNIT
+    assert default_capacity(tmp_path / "not" / "made" / "yet") <= 0.8 * usage.total
