@@ -21,7 +21,7 @@ from kvtier.model.weights_fingerprint import weights_fingerprint
 from kvtier.weights.copies import OFFSET, ROW_BYTES, ROWS, SOURCE_PITCH
 from kvtier.weights.plan import WeightPlan
 from kvtier.weights.reader import WeightReader
-from kvtier.weights.shards import RankState, ShardFolder
+from kvtier.weights.shards import RankState, ShardFolder, alone_in
 
 AUTO = "auto"  # dtype of an engine that is given none
 LOGGED = logging.ERROR  # least level of vLLM's own lines here
@@ -97,8 +97,8 @@ def _shard(
         quantization=None if model_config.quantization is None else str(model_config.quantization),
     )
     report: list[Callable[[int], object]] = []
-    place = ShardFolder(out, wanted, lambda n_bytes: report[0](n_bytes))
-    with WeightReader() as reader:
+    with alone_in(out), WeightReader() as reader:
+        place = ShardFolder(out, wanted, lambda n_bytes: report[0](n_bytes))
         for rank in range(tensor_size):
             with as_rank(config, rank):
                 state = _rank_state(rank, config, reader)

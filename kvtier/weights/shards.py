@@ -8,12 +8,14 @@ is written under a name with a dot, synced, and renamed; so a file under its own
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import shutil
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,17 +69,34 @@ class RankState:
         return sum(tensor.nbytes for tensor in self.state.values())
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make the folder, and hold it: two processes would write into the same files. Raises ConfigError, OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError("--out", str(folder), "another process writes shards there; let it end") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+
+
 class ShardFolder:
     """Folder of shards that is being written."""
 
     def __init__(self, folder: Path, manifest: ShardManifest, progress: Callable[[int], object]) -> None:
         """Begin, or go on where an earlier attempt at the same shards ended. Raises ConfigError.
 
+        folder: held by `alone_in`.
         progress: is called with the bytes of each tensor that is written, or was before.
         """
         self._folder, self._manifest, self._progress = folder, manifest, progress
         self._files: dict[str, int] = {}
-        folder.mkdir(parents=True, exist_ok=True)
         earlier = read_shard_manifest(folder, PARTIAL)
         if earlier is None and any(not entry.name.startswith(".") for entry in folder.iterdir()):
             raise ConfigError("--out", str(folder), "the folder is not empty; name a new one")

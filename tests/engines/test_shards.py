@@ -280,6 +280,13 @@ def test_what_is_in_the_way_is_refused(checkpoint: Path, made: Path, tmp_path: P
         weights_shard.shard(made, RANKS, tmp_path / "out", lambda total: lambda n_bytes: None)
 
 
+def test_two_do_not_write_into_one_folder(checkpoint: Path, tmp_path: Path) -> None:
+    """One would truncate what the other has written, and the other would sum it."""
+    with shards_module.alone_in(tmp_path / "out"), pytest.raises(ConfigError, match="another process writes shards"):
+        weights_shard.shard(checkpoint, 1, tmp_path / "out", lambda total: lambda n_bytes: None)
+    weights_shard.shard(checkpoint, 1, tmp_path / "out", lambda total: lambda n_bytes: None)
+
+
 class Killed(BaseException):
     """Ends a run at once: no handler of the library takes it, and none cleans up after it."""
 
