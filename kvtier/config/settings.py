@@ -384,7 +384,7 @@ def _paths(model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
 
 
 def _near(name: str, names: set[str]) -> str:
-    below = sorted(other for other in names if other.startswith(name + "__"))
+    below = sorted(other for other in names if other.startswith(name + "_"))
     found = below or difflib.get_close_matches(name, sorted(names), n=1)
     return f", or did you mean {found[0]!r}?" if found else ""
 

@@ -206,10 +206,10 @@ class RecordReader:
             name = segment_name(location.set_id, location.part)
             if self._sharing.may_be_away and self._known_sets({location.set_id}):
                 self._worker.metrics.add(names.AWAY_CHUNKS)
-                raise FetchFailed(f"{name} is missing, and the index has its set: is part of the storage down?")
+                raise FetchFailed(f"{name}: it is missing, and the index has its set; is part of the storage down?")
             self.retract(key, location)
             self._worker.metrics.add(names.GONE_CHUNKS)
-            raise SegmentGone(f"{name} is gone")
+            raise SegmentGone(f"{name}: it is gone")
         held.callback(segment.release)
         if anew:
             self._worker.io.reopen(segment.fd)

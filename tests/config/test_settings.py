@@ -274,6 +274,7 @@ def test_what_is_just_enough_is_taken() -> None:
         ("KVTIER_IO_THREADS", "KVTIER_IO__THREADS"),
         ("kvtier_rot", "KVTIER_ROOT"),
         ("KVTIER_IO", "KVTIER_IO__CALIBRATE"),
+        ("KVTIER_CAPACITY", "KVTIER_CAPACITY_BYTES"),
     ],
 )
 def test_misspelt_environment_variable(name: str, near: str, monkeypatch: pytest.MonkeyPatch) -> None:

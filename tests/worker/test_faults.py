@@ -189,6 +189,23 @@ def test_a_lost_segment_is_found_out_about_once(tmp_path: Path) -> None:
     reader.close()
 
 
+def test_many_lost_segments_are_one_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An operator may evict thousands under load."""
+    engine = Engine(tmp_path, changes={"segment_bytes": "300KiB"})
+    prompts = [list(range(first, first + 64)) for first in (1000, 2000, 3000)]
+    for number, tokens in enumerate(prompts):
+        engine.save(tokens, BLOCKS[4 * number : 4 * number + 4])
+    engine.close()
+    reader = Engine(tmp_path)
+    for path in segments(tmp_path):
+        path.unlink()
+    for tokens in prompts:
+        _, done = reader.load(tokens, BLOCKS[:4])
+        assert done[0].failed_blocks
+    reader.close()
+    assert caplog.text.count("recomputed from chunk") == 1
+
+
 @pytest.mark.parametrize("kept", [0, 1, 3])
 def test_all_that_a_segment_ends_before_is_missed_at_once(tmp_path: Path, kept: int) -> None:
     """It was found out about one chunk at a time: a prompt of 390 was recomputed in part 390 times."""
