@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,11 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._materialized_bytes, self._is_replayable = 0, True
 
     def checkpoint(self, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and lazy tensor of all tensors in one of the files, in its order."""
-        for name, tensor in self._lazy[path].items():
+        """Yield name and lazy tensor of all tensors in one of the files, by name.
+
+        That is vLLM's order: of two tensors for one parameter, the later one counts.
+        """
+        for name, tensor in sorted(self._lazy[path].items(), key=itemgetter(0)):
             if tensor is None:
                 raise TraceRefused(f"{name} is of dtype {self._headers[path].tensors[name].dtype}, which torch has not")
             yield name, tensor

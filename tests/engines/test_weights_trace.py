@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 
 pytest.importorskip("vllm")
 
+from vllm.model_executor.model_loader import weight_utils
+
 from kvtier.connectors.vllm.weights_loader import _targets_of
 from kvtier.connectors.vllm.weights_trace import LoadTrace, TraceRefused
 from kvtier.errors import WeightsDamaged
@@ -210,6 +212,16 @@ def test_a_stored_plan_of_a_smaller_model_is_not_used(checkpoint: Path) -> None:
     assert _targets_of(plan, model)
     model.register_buffer("tower", torch.ones(3))
     assert _targets_of(plan, model) is None
+
+
+def test_tensors_come_in_the_order_of_vllm(tmp_path: Path) -> None:
+    """Not in that of their bytes: of two for one parameter, the later one counts."""
+    path = tmp_path / "model.safetensors"
+    save_file({"b": torch.zeros(2), "a": torch.zeros(8, dtype=torch.uint8), "c": torch.zeros(2).double()}, path)
+    with WeightReader() as reader:
+        trace = LoadTrace({path: read_header(path)}, parameters().items(), reader)
+    expected = [name for name, _ in weight_utils.safetensors_weights_iterator([str(path)], False)]
+    assert [name for name, _ in trace.checkpoint(path)] == expected != list(read_header(path).tensors)
 
 
 def test_a_list_of_all_tensors_costs_nothing(checkpoint: Path) -> None:
