@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.app import weights
+from kvtier.cli.app import NotDone, weights
 from kvtier.cli.place import JsonOption
 from kvtier.cli.progress import byte_progress
 from kvtier.cli.tables import counted, percent, print_table
@@ -41,6 +42,8 @@ def verify_weights(
     with byte_progress("reading") as show:
         if write:
             files = weight_files(folder)
+            if not os.access(folder, os.W_OK):
+                raise NotDone(f"{folder} cannot be written to, which the manifest beside the files needs")
             for path in files:  # a manifest of a broken file would declare it good
                 read_header(path)
             with WeightReader(progress=lambda landed: show(landed, total)) as reader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 from kvtier.cli.app import NotDone, weights
 from kvtier.cli.place import JsonOption
 from kvtier.cli.progress import byte_progress
-from kvtier.cli.tables import print_table
+from kvtier.cli.tables import counted, print_table
 from kvtier.errors import ConfigError
 from kvtier.runtime.exit_status import MEANINGS, OK, print_json
 from kvtier.runtime.units import size
@@ -68,11 +69,9 @@ def shard(
             return advance
 
         made = engine.shard(folder, tp, out, begin, dtype)
-    total = size(sum(made.files.values()))
-    print(
-        f"{len(made.files)} shards, {total}, for {tp} ranks of vLLM {made.release}: vllm serve {out} -tp {tp} ", end=""
-    )
-    print("--load-format kvtier")
+    total, ranks = size(sum(made.files.values())), counted(tp, "rank")
+    command = f"vllm serve {shlex.quote(str(out))} -tp {tp} --load-format kvtier"
+    print(f"{counted(len(made.files), 'shard')}, {total}, for {ranks} of vLLM {made.release}: {command}")
     return OK
 
 

@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLo
 
 from kvtier.cli import main
 from kvtier.connectors.vllm import weights_shard
+from kvtier.connectors.vllm.weights_loader import release
 from kvtier.connectors.vllm.weights_ranks import as_rank, engine_config
 from kvtier.errors import ConfigError, TierUnavailable, WeightsDamaged
 from kvtier.model.shard_manifest import NAME, read_shard_manifest
@@ -103,9 +104,10 @@ def test_tied_embeddings(has_head: bool, tmp_path: Path, monkeypatch: pytest.Mon
     assert_equal(models["sharded_state"], models["auto"])
 
 
-def test_a_checkpoint_in_fp8(tmp_path: Path) -> None:
-    folder, out = weights_models.make("fp8", tmp_path / "model"), tmp_path / "shards"
+def test_a_checkpoint_in_fp8(tmp_path: Path, capsys: Any) -> None:
+    folder, out = weights_models.make("fp8", tmp_path / "model"), tmp_path / "the shards"
     assert main(["weights", "shard", str(folder), "--tp", str(RANKS), "--out", str(out)]) == 0
+    assert f"for 2 ranks of vLLM {release()}: vllm serve '{out}' -tp 2" in capsys.readouterr().out
     config = engine_config(str(folder), RANKS)
     with as_rank(config, 1):
         expected = load_as_vllm(config)
