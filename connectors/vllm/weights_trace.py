@@ -223,7 +223,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         part = Elements.of(number, begin, there)
         if begin < 0 or begin + extent(there) > extent(target.tensor):
             return False
-        if overlapping([*_parts(target), _range_of(part)]):
+        if overlapping([*_parts(target), *_rows_of(part)]):
             return False
         self._plan_fills.append(Fill(part, float(value)))
         return True
@@ -291,20 +291,22 @@ def _aimed(copy: Copy) -> Copy:
 
 
 def _parts(target: _Written) -> list[Copy]:
-    """Return the parts of a target that are written; those of a conversion as one range."""
+    """Return the parts of a target that are written."""
     found: list[Copy] = []
     for entry in target.pending.values():
         if not isinstance(entry, Conversion):
             found += entry
         elif 0 not in entry.target.shape:
-            found.append(_range_of(entry.target))
+            found += _rows_of(entry.target)
     return found
 
 
-def _range_of(view: Elements) -> Copy:
+def _rows_of(view: Elements) -> list[Copy]:
+    """Return the bytes of a part of a target as rows, or with those between where rows would be too many."""
     itemsize = getattr(torch, view.dtype).itemsize
-    n_bytes = (sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)) + 1) * itemsize
-    return contiguous(0, 0, n_bytes, view.number, view.offset)
+    strides = [stride * itemsize for stride in view.strides]
+    rows = copies_between(view.shape, (0, 0, strides), (view.number, view.offset, strides), itemsize)
+    return rows if rows is not None else [contiguous(0, 0, view.n_bytes, view.number, view.offset)]
 
 
 @cache

@@ -87,6 +87,13 @@ def casts(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
     p["a"][2:].copy_(c["f32"][2:])
 
 
+def casts_to_columns(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
+    """As scales of merged layers in GPTQ checkpoints, and fused experts that are stored transposed."""
+    p["f"][:, :8].copy_(c["w"][:, :8])
+    p["f"][:, 8:].copy_(c["w"][:, 8:])
+    p["many"][:, 1::2].copy_(c["w"].view(4, 8, 8)[:, :, :4])
+
+
 def padding(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
     p["a"][:6].copy_(c["w"][:6])
     p["a"][6:].fill_(0)
@@ -105,11 +112,11 @@ def expanded(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
     p["f"].copy_(c["f32"][3])
 
 
-@pytest.mark.parametrize("load", [slices, scalars, casts, padding, twice, expanded])
+@pytest.mark.parametrize("load", [slices, scalars, casts, casts_to_columns, padding, twice, expanded])
 def test_recorded_without_reading(load: Loaded, checkpoint: Path) -> None:
     plan, _ = recorded(checkpoint, load)
     assert plan.is_replayable and plan.materialized_bytes == 0
-    assert len(plan.conversions) == {casts: 2, expanded: 2}.get(load, 0)
+    assert len(plan.conversions) == {casts: 2, casts_to_columns: 3, expanded: 2}.get(load, 0)
 
 
 def reads_back(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
