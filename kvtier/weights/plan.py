@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,6 +57,12 @@ class Elements:
         return replace(self, offset=offset, shape=(*self.shape[:dim], size, *self.shape[dim + 1 :]))
 
     @property
+    def content_bytes(self) -> int:
+        """Return the bytes of the elements alone."""
+        dtype: Any = getattr(torch, self.dtype)
+        return int(math.prod(self.shape) * dtype.itemsize)
+
+    @property
     def n_bytes(self) -> int:
         """Return the bytes from the first element to the end of the last."""
         if 0 in self.shape:
@@ -105,7 +112,7 @@ class WeightPlan:
     @property
     def n_bytes(self) -> int:
         """Return the bytes of checkpoint files that end in parameters."""
-        converted = sum(conversion.source.n_bytes for conversion in self.conversions)
+        converted = sum(conversion.source.content_bytes for conversion in self.conversions)
         return int((self.copies[:, ROWS] * self.copies[:, ROW_BYTES]).sum()) + converted
 
     def bind(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:

@@ -116,6 +116,8 @@ def expanded(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
 def test_recorded_without_reading(load: Loaded, checkpoint: Path) -> None:
     plan, _ = recorded(checkpoint, load)
     assert plan.is_replayable and plan.materialized_bytes == 0
+    if load is casts_to_columns:
+        assert plan.n_bytes == 8 * 32 * 2 + 4 * 8 * 4 * 2
     assert len(plan.conversions) == {casts: 2, casts_to_columns: 3, expanded: 2}.get(load, 0)
 
 
