@@ -8,7 +8,6 @@ memory.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from typing import Generic
 
@@ -38,23 +37,19 @@ class Arena(Generic[Content]):
         self.n_slots = buffer.numel() // slot_bytes
         self._buffer = buffer
         self._table: SlotTable[Content] = SlotTable(self.n_slots if n_ready is None else n_ready)
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
         self._views: dict[tuple[int, int, int, int], torch.Tensor] = {}
-
-    @property
-    def is_device(self) -> bool:
-        """Return True if the slots are in a GPU's memory."""
-        return self._buffer.device.type != "cpu"
+        self._address = buffer.data_ptr()
+        self.is_device = buffer.device.type != "cpu"  # the slots are in a GPU's memory
 
     def grow(self, n_ready: int) -> None:
         """Make the first `n_ready` slots usable."""
         assert n_ready <= self.n_slots
         with self._lock:
             self._table.grow(n_ready)
-            self._lock.notify_all()
 
     def address(self, slot: int) -> int:
-        return self._buffer.data_ptr() + slot * self.slot_bytes
+        return self._address + slot * self.slot_bytes
 
     def header(self, slot: int) -> torch.Tensor:
         """Return the slot's header page, (4096,) uint8."""
@@ -90,45 +85,46 @@ class Arena(Generic[Content]):
         places = to_device(np.array(slots, dtype=np.int64), self._buffer.device)
         records[:, :, begin:].index_fill_(0, places, 0)
 
-    def reserve(self, timeout_s: float = 0.0) -> int | None:
-        """Reserve a slot to fill. Waits up to `timeout_s` seconds; None when no slot came free."""
-        deadline_s = time.monotonic() + timeout_s
+    def reserve(self) -> int | None:
+        """Reserve a slot to fill. None when no slot is free."""
         with self._lock:
-            while (slot := self._table.reserve()) is None:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    return None
-                self._lock.wait(left_s)
-            return slot
+            return self._table.reserve()
+
+    def claim(self, keys: Sequence[bytes]) -> list[tuple[int, Content | None]]:
+        """See `SlotTable.claim`."""
+        with self._lock:
+            return self._table.claim(keys)
 
     def commit(self, slot: int, key: bytes, content: Content) -> bool:
         with self._lock:
-            self._lock.notify()
             return self._table.commit(slot, key, content)
 
     def commit_leased(self, slot: int, key: bytes, content: Content) -> tuple[bool, int, Content]:
-        """Commit and lease in one step, so that no waiting thread takes the slot in between. Return (the result of
+        """Commit and lease in one step, so that no other thread takes the slot in between. Return (the result of
         `commit`, the slot that holds `key` now, its content)."""
         with self._lock:
-            self._lock.notify()
             is_new = self._table.commit(slot, key, content)
-            leased = self._table.lease(key)
+            (leased,) = self._table.lease([key])
         assert leased is not None
         return is_new, *leased
 
-    def discard(self, slot: int) -> None:
+    def discard(self, *slots: int) -> None:
         with self._lock:
-            self._lock.notify()
-            self._table.discard(slot)
+            self._table.discard(slots)
 
     def lease(self, key: bytes) -> tuple[int, Content] | None:
+        return self.lease_each([key])[0]
+
+    def lease_each(self, keys: Sequence[bytes]) -> list[tuple[int, Content] | None]:
         with self._lock:
-            return self._table.lease(key)
+            return self._table.lease(keys)
 
     def release(self, slot: int, key: bytes) -> None:
+        self.release_each([(slot, key)])
+
+    def release_each(self, leases: Sequence[tuple[int, bytes]]) -> None:
         with self._lock:
-            self._lock.notify()
-            self._table.release(slot, key)
+            self._table.release(leases)
 
     def drop(self, key: bytes) -> None:
         with self._lock:

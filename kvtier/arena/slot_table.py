@@ -8,6 +8,7 @@ taken.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -44,6 +45,23 @@ class SlotTable(Generic[Content]):
         self._reserved.add(slot)
         return slot
 
+    def claim(self, keys: Sequence[bytes]) -> list[tuple[int, Content | None]]:
+        """Lease the slot of each key that is here, and reserve one for each that is not (content None), up to the first
+        that gets none."""
+        claimed: list[tuple[int, Content | None]] = []
+        for key in keys:
+            cached = self._cached.get(key)
+            if cached is not None:
+                self._cached.move_to_end(key)
+                cached.leases += 1
+                claimed.append((cached.slot, cached.content))
+            elif self._free or self._evict_one():
+                self._reserved.add(self._free[-1])
+                claimed.append((self._free.pop(), None))
+            else:
+                break
+        return claimed
+
     def commit(self, slot: int, key: bytes, content: Content) -> bool:
         """Make the reserved slot hold `key`. Return False, and free the slot, if another slot holds it already."""
         self._reserved.remove(slot)
@@ -53,28 +71,32 @@ class SlotTable(Generic[Content]):
         self._cached[key] = _Cached(slot, content)
         return True
 
-    def discard(self, slot: int) -> None:
-        """Give a reserved slot back unfilled."""
-        self._reserved.remove(slot)
-        self._free.append(slot)
-
-    def lease(self, key: bytes) -> tuple[int, Content] | None:
-        """Return the slot that holds `key`, protected until `release`; None if it is not here."""
-        cached = self._cached.get(key)
-        if cached is None:
-            return None
-        self._cached.move_to_end(key)
-        cached.leases += 1
-        return cached.slot, cached.content
-
-    def release(self, slot: int, key: bytes) -> None:
-        """End one lease."""
-        cached = self._dropped.get(slot) or self._cached[key]
-        assert cached.slot == slot and cached.leases > 0
-        cached.leases -= 1
-        if slot in self._dropped and cached.leases == 0:
-            del self._dropped[slot]
+    def discard(self, slots: Sequence[int]) -> None:
+        """Give reserved slots back unfilled."""
+        for slot in slots:
+            self._reserved.remove(slot)
             self._free.append(slot)
+
+    def lease(self, keys: Sequence[bytes]) -> list[tuple[int, Content] | None]:
+        """Return the slot that holds each key, protected until `release`; None for those that are not here."""
+        leased: list[tuple[int, Content] | None] = []
+        for key in keys:
+            cached = self._cached.get(key)
+            if cached is not None:
+                self._cached.move_to_end(key)
+                cached.leases += 1
+            leased.append(None if cached is None else (cached.slot, cached.content))
+        return leased
+
+    def release(self, leases: Sequence[tuple[int, bytes]]) -> None:
+        """End one lease of each slot."""
+        for slot, key in leases:
+            cached = self._dropped.get(slot) or self._cached[key]
+            assert cached.slot == slot and cached.leases > 0
+            cached.leases -= 1
+            if slot in self._dropped and cached.leases == 0:
+                del self._dropped[slot]
+                self._free.append(slot)
 
     def drop(self, key: bytes) -> None:
         """Make `key` unfindable (its bytes are bad); the slot is free once its leases end."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 PAGE_BYTES = 4096  # unit of direct I/O: offsets, lengths and addresses of all transfers are multiples of it, bytes
 
@@ -20,8 +20,7 @@ def padded(n_bytes: int) -> int:
     return -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """Rectangle: layers [first_layer, first_layer + n_layers) x heads [first_head, first_head + n_heads)."""
 
     first_layer: int

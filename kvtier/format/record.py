@@ -77,7 +77,7 @@ def stripes_of(set_id: int) -> int:
 
 def part_of(set_id: int, rank: int, slot: int) -> int:
     """Return the file of the set that holds a rank's record slot, as rank * 16 + stripe."""
-    return rank * STRIPES_MAX + slot % stripes_of(set_id)
+    return rank * STRIPES_MAX + slot % ((set_id >> 16) % STRIPES_MAX + 1)  # as `stripes_of`
 
 
 def parts_of(set_id: int, rank: int) -> range:
@@ -111,7 +111,7 @@ class SegmentHeader:
 
     @property
     def stripes(self) -> int:
-        return stripes_of(self.set_id)
+        return (self.set_id >> 16) % STRIPES_MAX + 1
 
     def slot_offset(self, slot: int) -> int:
         """Return the byte at which the record slot starts: one of this stripe, numbered within the set."""
@@ -121,9 +121,13 @@ class SegmentHeader:
         """Return the bytes of the file that the first `slots` slots of the set take."""
         return PAGE_BYTES + max(0, -(-(slots - self.stripe) // self.stripes)) * self.slot_bytes
 
-    def has_slot(self, slot: int, extent: Extent, slab_bytes: int) -> bool:
-        """Return whether this file has the slot and holds records of this extent and slab size."""
-        return (self.extent, self.slab_bytes) == (extent, slab_bytes) and slot in self.own_slots
+    def offset_of(self, slot: int, extent: Extent, slab_bytes: int) -> int | None:
+        """Return the byte at which the record in that slot starts. None where this file does not have the slot, or
+        holds records of another extent or slab size."""
+        place, stripe = divmod(slot, self.stripes)
+        if stripe != self.stripe or slot >= self.slots or self.slab_bytes != slab_bytes or self.extent != extent:
+            return None
+        return PAGE_BYTES + place * self.slot_bytes
 
     @property
     def own_slots(self) -> range:

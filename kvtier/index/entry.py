@@ -67,7 +67,7 @@ def pack(locations: list[Location], whole: Extent) -> bytes:
 
 def unpack(value: bytes) -> list[Location]:
     """Return the locations in the order they were added. Raises Corrupt for anything that `pack` does not write."""
-    return _parse(value)[0]
+    return parse(value)[0]
 
 
 def locations_of(value: bytes | None) -> list[Location]:
@@ -85,7 +85,7 @@ def add(value: bytes | None, location: Location, whole: Extent) -> bytes | None:
     was begun for another `whole`, and one beyond RECORDS_MAX. value: None when the key has no entry yet.
     Raises Corrupt when `value` is malformed.
     """
-    locations, stored_whole = ([], whole) if value is None else _parse(value)
+    locations, stored_whole = ([], whole) if value is None else parse(value)
     if location in locations:
         return value
     if stored_whole != whole or not whole.contains(location.extent) or len(locations) == RECORDS_MAX:
@@ -108,7 +108,7 @@ def remove(value: bytes, gone: Place) -> bytes | None:
 
     Raises Corrupt when `value` is malformed.
     """
-    locations, whole = _parse(value)
+    locations, whole = parse(value)
     kept = [location for location in locations if place(location) != gone]
     if len(kept) == len(locations):
         return None
@@ -134,19 +134,33 @@ def _pack_record(location: Location) -> bytes:
     return head + struct.pack(f"<{e.n_heads}Q", *location.checksums)
 
 
-def _parse(value: bytes) -> tuple[list[Location], Extent]:
-    if len(value) < _HEAD.size:
-        raise Corrupt(f"index entry: {len(value)} bytes, its head has {_HEAD.size}")
+def parse(value: bytes) -> tuple[list[Location], Extent]:
+    """Return the locations in the order they were added, and the extent that makes the chunk complete. Raises Corrupt
+    for anything that `pack` does not write."""
+    n_bytes = len(value)
+    if n_bytes < _HEAD.size:
+        raise Corrupt(f"index entry: {n_bytes} bytes, its head has {_HEAD.size}")
     flag, first_layer, n_layers, first_head, n_heads = _HEAD.unpack_from(value)
     whole = Extent(first_layer, n_layers, first_head, n_heads)
     locations: list[Location] = []
     offset = _HEAD.size
-    while offset < len(value):
-        location, offset = _parse_record(value, offset)
-        locations.append(location)
+    while offset < n_bytes:
+        checksums_at = offset + _RECORD.size
+        if checksums_at > n_bytes:
+            raise Corrupt("index entry: it ends within a record")
+        set_id, rank, slot, slab_bytes, l0, nl, h0, nh = _RECORD.unpack_from(value, offset)
+        offset = checksums_at + nh * _CHECKSUM_BYTES
+        if offset > n_bytes:
+            raise Corrupt("index entry: it ends within a record's checksums")
+        if not nl or not nh:
+            raise Corrupt("index entry: a record without layers or heads")
+        if not slab_bytes or slab_bytes % PAGE_BYTES:
+            raise Corrupt(f"index entry: a slab of {slab_bytes} bytes is not whole pages")
+        checksums = struct.unpack_from(f"<{nh}Q", value, checksums_at)
+        locations.append(Location(set_id, rank, slot, slab_bytes, Extent(l0, nl, h0, nh), checksums))
         if len(locations) > RECORDS_MAX:
             raise Corrupt(f"index entry: more than {RECORDS_MAX} records")
-    if not locations or not whole.cells:
+    if not locations or not n_layers or not n_heads:
         raise Corrupt(f"index entry: {len(locations)} records of {whole}")
     if flag == COMPLETE and len(locations) == 1 and locations[0].extent == whole:
         return locations, whole  # fast path: one rank wrote all, as nearly always
@@ -157,20 +171,3 @@ def _parse(value: bytes) -> tuple[list[Location], Extent]:
     if flag != (COMPLETE if covers((location.extent for location in locations), whole) else PARTIAL):
         raise Corrupt(f"index entry: its first byte, {flag}, contradicts its records")
     return locations, whole
-
-
-def _parse_record(value: bytes, offset: int) -> tuple[Location, int]:
-    """Return the record at `offset` and the offset behind it."""
-    checksums_at = offset + _RECORD.size
-    if checksums_at > len(value):
-        raise Corrupt("index entry: it ends within a record")
-    set_id, rank, slot, slab_bytes, first_layer, n_layers, first_head, n_heads = _RECORD.unpack_from(value, offset)
-    end = checksums_at + n_heads * _CHECKSUM_BYTES
-    if end > len(value):
-        raise Corrupt("index entry: it ends within a record's checksums")
-    if not n_layers or not n_heads:
-        raise Corrupt("index entry: a record without layers or heads")
-    if not slab_bytes or slab_bytes % PAGE_BYTES:
-        raise Corrupt(f"index entry: a slab of {slab_bytes} bytes is not whole pages")
-    checksums = struct.unpack_from(f"<{n_heads}Q", value, checksums_at)
-    return Location(set_id, rank, slot, slab_bytes, Extent(first_layer, n_layers, first_head, n_heads), checksums), end

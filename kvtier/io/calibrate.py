@@ -19,8 +19,9 @@ from typing import NamedTuple, Protocol
 from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES, Extent
 from kvtier.format.record import RecordHeader
+from kvtier.io.base import Reader, Reads
 from kvtier.io.calibration import Ask, Calibration, cache_share, default_choice, first_round, pick, second_round
-from kvtier.io.engines import EngineChoice, Reader, Reads, Target, open_engine
+from kvtier.io.engines import EngineChoice, Target, open_engine
 from kvtier.io.ring import AlignedBuffer, FlushOp, ReadOp, Ring, WriteOp, sizes_for
 from kvtier.runtime.file_descriptors import close_file
 from kvtier.storage.filesystem import file_system_of

@@ -1,31 +1,15 @@
-"""I/O engines: move bytes between segments and memory. The ring and KvikIO share one interface for reads."""
+"""I/O engines of a worker, and opening them: the ring and KvikIO share one interface for reads (kvtier.io.base)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from kvtier.format.signing import Signer
+from kvtier.io.base import Reader
 from kvtier.io.kvikio import KvikioReader, KvikioSizes
-from kvtier.io.ring import DeviceRing, OpResult, ReadOp, Ring, sizes_for
+from kvtier.io.ring import DeviceRing, Ring, sizes_for
 
 EngineName = Literal["ring", "kvikio"]
-
-
-class Reads(Protocol):
-    """Operations submitted together; see `ring.Batch`."""
-
-    def wait(self, timeout_s: float) -> bool: ...
-    def cancel(self) -> None: ...
-    def results(self) -> list[OpResult]: ...
-    def is_clean(self) -> bool: ...
-
-
-class Reader(Protocol):
-    """Engine of loads; see `ring.Ring`."""
-
-    def submit(self, ops: Sequence[ReadOp]) -> Reads: ...
-    def close(self, timeout_s: float = 1.0) -> bool: ...
 
 
 class Engines(NamedTuple):

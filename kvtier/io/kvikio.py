@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 
 from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
+from kvtier.io.base import Reader
 from kvtier.io.cufile import cufile_state
 from kvtier.io.kvikio_files import FAULTS, OpenFile, OpenFiles, Returns, left_behind, load_kvikio
-from kvtier.io.ring import OpResult, ReadOp
+from kvtier.io.ring import CLEAN, FAILED, UNDER_WAY, OpResult, ReadOp
 
 log = logging.getLogger("kvtier")
 
@@ -97,9 +98,6 @@ class KvikioBatch:
         """Drop the pieces that KvikIO has not got; those in flight complete first."""
         self.is_cancelled = True
 
-    def is_clean(self) -> bool:
-        return all(result.ok for result in self.results())
-
     def results(self) -> list[OpResult]:
         """Return one result an operation, without checksums: those are computed on the device."""
         if not self.is_done:
@@ -111,7 +109,7 @@ class KvikioBatch:
         return all(op.is_done for op in self.ops)
 
 
-class KvikioReader:
+class KvikioReader(Reader):
     """Reader through KvikIO. Thread-safe. All targets are in one buffer of device memory, which must outlive `close`.
 
     Args:
@@ -182,6 +180,14 @@ class KvikioReader:
             if left_s <= 0:
                 return False
             time.sleep(min(POLL_S, left_s))
+
+    def states(self, batches: Sequence[KvikioBatch]) -> list[int]:
+        with self._lock:
+            self._pump()
+            return [
+                UNDER_WAY if not batch.is_done else FAILED if any(op.error for op in batch.ops) else CLEAN
+                for batch in batches
+            ]
 
     def close(self, timeout_s: float = 1.0) -> bool:
         """Cancel queued pieces, close files and deregister the buffer. May be called again.

@@ -18,8 +18,10 @@ import os
 import struct
 import threading
 from collections.abc import Sequence
+from itertools import chain
+from operator import itemgetter
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
@@ -48,6 +50,7 @@ _OPTIONS = struct.Struct("=IIQQiIQ")
 _READ, _WRITE, _FLUSH = 0, 1, 2
 _VERIFY, _ON_DEVICE = 1, 2
 _HUGE_PAGE_BYTES = 2 << 20
+_HANDLE = itemgetter(0)  # of a Batch
 
 
 class ReadOp(NamedTuple):
@@ -97,54 +100,54 @@ class OpResult(NamedTuple):
         return self.error == 0 and not self.bad_slabs
 
 
-class Batch:
+UNDER_WAY, CLEAN, FAILED = range(3)  # states of a batch; FAILED: ended, and a result is not `ok`
+
+
+class _Handles:
+    """Handles of batches that were submitted together, freed with the last of them."""
+
+    def __init__(self, handles: array.array[int]) -> None:
+        self._packed = handles.tobytes()
+        self._pid = os.getpid()
+
+    def __del__(self) -> None:
+        if self._pid == os.getpid():
+            quick.kvtier_batches_free(self._packed, len(self._packed) // 8)
+
+
+class Batch(NamedTuple):
     """Operations submitted together. Thread-safe. The module's docstring states who owns the memory."""
 
-    def __init__(self, handle: ctypes.c_void_p, slabs_of_ops: list[int]) -> None:
-        self._handle = handle
-        self._slabs_of_ops = slabs_of_ops
-        self._pid = os.getpid()
+    handle: int
+    slabs_of_ops: Sequence[int]
+    owner: _Handles
 
     def wait(self, timeout_s: float) -> bool:
         """Return True when every operation has ended, False after the timeout."""
         if timeout_s <= 0:
-            return bool(quick.kvtier_batch_wait(self._handle, 0))
-        return bool(library.kvtier_batch_wait(self._handle, int(timeout_s * 1e9)))
+            return bool(quick.kvtier_batch_wait(self.handle, 0))
+        return bool(library.kvtier_batch_wait(self.handle, int(timeout_s * 1e9)))
 
     def cancel(self) -> None:
         """Drop pieces that have not started. Their operations end with ECANCELED once the pieces in flight return."""
-        library.kvtier_batch_cancel(self._handle)
+        library.kvtier_batch_cancel(self.handle)
 
     def results(self) -> list[OpResult]:
         """Return one result an operation, in the order submitted. Only after `wait` has returned True."""
-        errors, sums, bad = self._fetch_results()
+        n_ops, n_slabs = len(self.slabs_of_ops), sum(self.slabs_of_ops)
+        errors, sums = (ctypes.c_int32 * n_ops)(), (ctypes.c_uint64 * n_slabs)()
+        bad = ctypes.create_string_buffer(n_slabs)
+        if quick.kvtier_batch_results(self.handle, errors, sums, bad) != 0:
+            raise RuntimeError("results of a batch that is not done")
         flags, values = bad.raw, sums[:]
         results = []
         first = 0
-        for error, n in zip(errors, self._slabs_of_ops, strict=True):
+        for error, n in zip(errors, self.slabs_of_ops, strict=True):
             op_flags = flags[first : first + n]
             bad_slabs = tuple(i for i in range(n) if op_flags[i]) if 1 in op_flags else ()
             results.append(OpResult(error, bad_slabs, tuple(values[first : first + n])))
             first += n
         return results
-
-    def is_clean(self) -> bool:
-        """Return True if no operation failed and no checksum differs. Only after `wait` has returned True."""
-        errors, _, bad = self._fetch_results()
-        return not any(errors) and 1 not in bad.raw
-
-    def _fetch_results(self) -> tuple[ctypes.Array[ctypes.c_int32], ctypes.Array[ctypes.c_uint64], Any]:
-        """Return the errno of each operation, the checksum of each slab, and a byte a slab: 1 where it differs."""
-        n_ops, n_slabs = len(self._slabs_of_ops), sum(self._slabs_of_ops)
-        errors, sums = (ctypes.c_int32 * n_ops)(), (ctypes.c_uint64 * n_slabs)()
-        bad = ctypes.create_string_buffer(n_slabs)
-        if quick.kvtier_batch_results(self._handle, errors, sums, bad) != 0:
-            raise RuntimeError("results of a batch that is not done")
-        return errors, sums, bad
-
-    def __del__(self) -> None:
-        if self._pid == os.getpid():
-            quick.kvtier_batch_free(self._handle)
 
 
 class DeviceRing(NamedTuple):
@@ -213,21 +216,43 @@ class Ring:
         Raises TierUnavailable when the queue has no room for all of them or the ring is closed, and ValueError when
         an offset, an address or a size is not whole pages, or a read is for a device that the ring does not have.
         """
+        return self.submit_each([ops])[0]
+
+    def submit_each(self, batches: Sequence[Sequence[ReadOp | WriteOp | FlushOp]]) -> list[Batch]:
+        """Submit batches one after another until the queue has no room for one; return those that were. Raises as
+        `submit` does, TierUnavailable if not even the first was submitted."""
+        ops = list(chain.from_iterable(batches))
         packed, expected, slabs_of_ops = _pack(ops)
-        batch = ctypes.c_void_p()
+        sizes = array.array("I", map(len, batches))
+        handles = array.array("Q", bytes(8 * len(batches)))
         with self._lock:
             if self._handle is None:
                 raise TierUnavailable("the I/O ring is closed")
             if self._pid != os.getpid():
                 raise RuntimeError("a ring was carried across a fork: the child makes its own")
-            error = quick.kvtier_submit(self._handle, packed, len(ops), expected, ctypes.byref(batch))
+            error = quick.kvtier_submit(
+                self._handle, packed, sizes.tobytes(), len(sizes), expected, handles.buffer_info()[0]
+            )
         if error == errno.EINVAL:
             raise ValueError("an operation is not whole, aligned pages")
         if error == errno.ENODEV:
             raise ValueError("a read for a device on a ring without one")
-        if error:
+        owner = _Handles(handles)
+        if error and not handles[0]:
             raise TierUnavailable(f"I/O queue: {os.strerror(error)}")
-        return Batch(batch, slabs_of_ops)
+        submitted, first = [], 0
+        for handle, size in zip(handles, sizes, strict=True):
+            if handle:
+                submitted.append(Batch(handle, slabs_of_ops[first : first + size], owner))
+                first += size
+        return submitted
+
+    def states(self, batches: Sequence[Batch]) -> bytes:
+        """Return the state of each batch: UNDER_WAY, CLEAN or FAILED."""
+        states = ctypes.create_string_buffer(len(batches))
+        handles = array.array("Q", map(_HANDLE, batches)).tobytes()
+        quick.kvtier_batches_states(handles, len(batches), states)
+        return states.raw
 
     def close(self, timeout_s: float = 1.0) -> bool:
         """Cancel queued operations and end the threads. Return False if some hang in the kernel: they keep running."""

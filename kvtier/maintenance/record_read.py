@@ -51,7 +51,7 @@ def judge(files: SegmentFiles, key: bytes, location: Location) -> RecordVerdict:
 
 def _judge(segment: OpenSegment, key: bytes, location: Location) -> RecordVerdict:
     header, extent = segment.header, location.extent
-    if not header.has_slot(location.slot, extent, location.slab_bytes):
+    if header.offset_of(location.slot, extent, location.slab_bytes) is None:
         return RecordVerdict.OTHER
     if record_bytes(extent, header.slab_bytes) > RECORD_BYTES_MAX:
         return RecordVerdict.UNKNOWN

@@ -13,7 +13,8 @@ from kvtier.codecs.base import Codec
 from kvtier.errors import IndexUnavailable
 from kvtier.format.geometry import PAGE_BYTES, Geometry, RankShare, padded
 from kvtier.index.base import Index
-from kvtier.io.engines import Engines, Reads
+from kvtier.io.base import Reads
+from kvtier.io.engines import Engines
 from kvtier.kernels.paged import PagedKV, SlabRun
 from kvtier.runtime.metrics import Metrics
 from kvtier.storage.segments import SegmentFolders

@@ -27,6 +27,7 @@ from kvtier.io import cuda
 log = logging.getLogger("kvtier")
 
 Mark = Any  # everything that was launched before some moment
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (target, source) of copies
 
 
 class Order(Protocol):
@@ -56,12 +57,12 @@ class Order(Protocol):
         """Runs `work`, which launches, behind the marks; does not wait for what it launched."""
         ...
 
-    def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
-        """Start a copy that nothing else waits for, anywhere. Both must stay until its mark is done."""
+    def begin_copies(self, pairs: Pairs) -> Mark:
+        """Start copies that nothing else waits for, anywhere. The memory must stay until their mark is done."""
         ...
 
-    def begin_copies_down(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
-        """Start copies, (target, source), into host memory; they run beside those of `begin_copy`."""
+    def begin_copies_down(self, pairs: Pairs) -> Mark:
+        """Start copies of saves into host memory; they run beside those of `begin_copies`."""
         ...
 
 
@@ -86,12 +87,11 @@ class HostOrder:
     def begin(self, work: Callable[[], None], *after: Mark) -> Mark:
         work()
 
-    def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
-        target.copy_(source)
-
-    def begin_copies_down(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+    def begin_copies(self, pairs: Pairs) -> Mark:
         for target, source in pairs:
             target.copy_(source)
+
+    begin_copies_down = begin_copies
 
 
 class CudaOrder:
@@ -135,13 +135,13 @@ class CudaOrder:
                 stream.synchronize()  # part of it may be on its way
                 raise
 
-    def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
-        return self._begin_copies("copying", [(target, source)])
+    def begin_copies(self, pairs: Pairs) -> Mark:
+        return self._begin_copies("copying", pairs)
 
-    def begin_copies_down(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+    def begin_copies_down(self, pairs: Pairs) -> Mark:
         return self._begin_copies("copying_down", pairs)
 
-    def _begin_copies(self, stream: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+    def _begin_copies(self, stream: str, pairs: Pairs) -> Mark:
         with self._launching(stream) as launched:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)

@@ -1,42 +1,43 @@
-"""One chunk on its way into the engine's blocks: its states, and the steps from one state to the next.
+"""Chunks on their way into the engine's blocks: their states, and the steps from one state to the next.
 
-    QUEUED -> OPENING -> READING -> ARRIVED -> VERIFIED -> (a scatter for each load that wants it) -> ENDED
+    OPENING -> READING -> ARRIVED -> VERIFIED -> (a scatter for each load that wants it) -> ENDED
 
 A chunk of the host arena is COPYING instead of OPENING and READING; one of the staging arena starts as ARRIVED. What
 is read in a signed namespace lands in the host arena first, is judged there, and then is COPYING. SUSPECT: the bytes
 are not good, and wait until all chunks before them were scattered; then JUDGING: a thread of the pool looks whether
-they are to be read again. All steps but those of the pool run on the loop's thread.
+they are to be read again. DROPPED: no load wants it any more, but the pool has it. A step takes all chunks that are
+ready for it. All steps but those of the pool run on the loop's thread.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple, Protocol
 
 from kvtier.arena.admission import Admissions
-from kvtier.errors import Corrupt, KVTierError
-from kvtier.format.geometry import PAGE_BYTES
+from kvtier.errors import Corrupt
+from kvtier.io.ring import CLEAN
 from kvtier.kernels.paged import Move, SlabRun
 from kvtier.plan import LoadChunk, LoadPlan
 from kvtier.runtime import metrics as names
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import Mark
-from kvtier.worker.read_plan import Source, end_of
-from kvtier.worker.record_reader import FetchFailed, FileReads, RecordReader
+from kvtier.worker.read_plan import Source, slabs_bytes
+from kvtier.worker.record_reader import FetchFailed, FileReads, Held, RecordReader
 
-OPENED_TOGETHER = 8  # chunks of a load whose segments one task of the pool opens
+OPENED_TOGETHER = 8  # chunks of a load whose segments one task of the pool opens, or that are copied behind one mark
 KEPT_AT_ONCE_MAX = 8  # loaded chunks whose copies into the host arena are under way; more are not kept
 
 
 class State(Enum):
-    QUEUED = auto()
     OPENING = auto()
     READING = auto()
     JUDGING = auto()
@@ -44,6 +45,7 @@ class State(Enum):
     COPYING = auto()
     ARRIVED = auto()
     VERIFIED = auto()
+    DROPPED = auto()
     ENDED = auto()
 
 
@@ -89,6 +91,7 @@ class Load:
     n_landed: int = 0
     n_bytes: int = 0
     begun_s: float = 0.0
+    is_free: bool = False  # `after` is done
     failure: Exception | None = None
 
     def wait_again(self, number: int) -> None:
@@ -101,20 +104,22 @@ class Fetch:
     """One chunk, brought once for all loads that want it now.
 
     chunk: as the load that began the fetch has it. wanted_by: parts that were not scattered yet. n_moving: scatters
-    that have not landed. n_loads: loads that ever wanted it. landing: slot of the host arena that signed bytes are read
-    into; -1: none. held: what must stay until the bytes were verified: open segments, or the lease of a host slot.
+    that have not landed. n_loads: loads that ever wanted it. slot: of the arena. landing: slot of the host arena that
+    signed bytes are read into. host_slot: leased slot of the host arena that the chunk is copied from. -1: none.
+    held: open segments, until the bytes were verified.
     """
 
     namespace: bytes
     chunk: LoadChunk
     wanted_by: list[Part]
-    state: State = State.QUEUED
+    state: State = State.OPENING
     origin: Origin = Origin.FILES
     slot: int = -1
     landing: int = -1
+    host_slot: int = -1
     sources: tuple[Source, ...] = ()
     reads: FileReads | None = None
-    held: ExitStack = field(default_factory=ExitStack)
+    held: Held | None = None
     copied: Mark = None
     n_moving: int = 0
     n_loads: int = 1
@@ -150,56 +155,91 @@ class Background(Protocol):
 
 
 class ChunkLoader:
-    """Steps of the chunks of a worker. Not thread-safe: called on the loop's thread."""
+    """Steps of the chunks of a worker. Not thread-safe: called on the loop's thread.
+
+    in_state: the chunks in each state but ENDED, in the order in which they came to it.
+    """
 
     def __init__(self, worker: WorkerContext, admit: Admissions, loop: Background) -> None:
         self.reader = RecordReader(worker)
+        self.in_state: dict[State, dict[Fetch, None]] = {state: {} for state in State if state is not State.ENDED}
+        self.to_open: list[Fetch] = []
+        self.to_close: list[Held] = []  # one for each chunk that lets go
         self._worker = worker
         self._admit = admit
         self._loop = loop
         self._log = RepeatedLog(worker.clock)
         self._landing = None if self.reader.arena is worker.arena else self.reader.arena
         self._n_kept_now = 0
-        self._to_close: list[ExitStack] = []
-        self._to_open: list[Fetch] = []
+        self.begun_together = OPENED_TOGETHER if self._landing is None else 1
 
-    def begin(self, fetch: Fetch) -> bool:
-        """Give the chunk a slot and start to fill it. Return False if no slot is free."""
-        key = fetch.chunk.key
-        cached = self._worker.arena.lease(key)
-        if cached is not None:
-            self._worker.metrics.add(names.ARENA_HIT_CHUNKS)
-            (fetch.slot, fetch.sources), fetch.origin = cached, Origin.ARENA
-            fetch.state = State.ARRIVED
-            return True
-        slot = self._worker.arena.reserve()
-        if slot is None:
-            return False
-        host = self._worker.host
-        in_host = None if host is None else host.lease(key)  # first: a slot to land in might be taken from this chunk
-        if in_host is None and self._landing is not None:
+    def move(self, fetches: Iterable[Fetch], state: State) -> None:
+        entered = self.in_state.get(state)
+        for fetch in fetches:
+            self.in_state[fetch.state].pop(fetch, None)
+            fetch.state = state
+            if entered is not None:
+                entered[fetch] = None
+
+    def begin(self, fetches: Sequence[Fetch]) -> int:
+        """Give new chunks slots and start to fill them, `begun_together` at most: as many, from the first on, as slots
+        are free for. Return their number."""
+        worker = self._worker
+        claimed = worker.arena.claim([fetch.chunk.key for fetch in fetches])
+        cached, below = list[Fetch](), list[Fetch]()
+        for fetch, (slot, sources) in zip(fetches, claimed, strict=False):
+            fetch.slot = slot
+            if sources is None:
+                below.append(fetch)
+            else:
+                fetch.sources, fetch.origin = sources, Origin.ARENA
+                cached.append(fetch)
+        if cached:
+            worker.metrics.add(names.ARENA_HIT_CHUNKS, len(cached))
+            self.move(cached, State.ARRIVED)
+        if below and worker.host is not None:
+            below = self._begin_from_host(worker.host, below)
+        if below and self._landing is not None:  # last: a slot to land in might be taken from this chunk
+            (fetch,) = below
             landing = self._landing.reserve()
             if landing is None:
-                self._worker.arena.discard(slot)
-                return False
+                worker.arena.discard(fetch.slot)
+                return 0
             fetch.landing = landing
-        fetch.slot = slot
-        if host is None or in_host is None:
-            self._open(fetch)
-            return True
-        self._worker.metrics.add(names.HOST_HIT_CHUNKS)
-        self._copy_up(host, fetch, *in_host)
-        return True
+        if below:
+            self._open(below)
+        return len(claimed)
 
-    def read_ended(self, fetch: Fetch) -> None:
-        """All of the chunk's reads have ended, well or not."""
-        assert fetch.reads is not None
-        if self.reader.is_clean(fetch.reads):
-            self._arrived(fetch)
-        elif self.reader.signs:
-            self.judge(fetch)
+    def _begin_from_host(self, host: ChunkArena, fetches: Sequence[Fetch]) -> list[Fetch]:
+        """Start to copy up those that are in the host arena. Return the others."""
+        missed, found = list[Fetch](), list[tuple[Fetch, int, tuple[Source, ...]]]()
+        for fetch, leased in zip(fetches, host.lease_each([fetch.chunk.key for fetch in fetches]), strict=True):
+            if leased is None:
+                missed.append(fetch)
+            else:
+                found.append((fetch, *leased))
+        if found:
+            self._worker.metrics.add(names.HOST_HIT_CHUNKS, len(found))
+            self._copy_up(host, found)
+        return missed
+
+    def take_reads(self) -> bool:
+        """Take the chunks whose reads have all ended, well or not. Return False if there are none."""
+        reading = list(self.in_state[State.READING])
+        states = self.reader.states([fetch.reads for fetch in reading if fetch.reads is not None])
+        clean, doubtful = list[Fetch](), list[Fetch]()
+        for fetch, state in zip(reading, states, strict=True):
+            if state:
+                (clean if state == CLEAN else doubtful).append(fetch)
+        if self._landing is not None:  # signed
+            for fetch in clean + doubtful:
+                self.judge(fetch)
         else:
-            fetch.state = State.SUSPECT
+            if clean:
+                self.arrived(clean)
+            if doubtful:
+                self.move(doubtful, State.SUSPECT)
+        return bool(clean or doubtful)
 
     def judge(self, fetch: Fetch) -> None:
         """Find out about bytes that are not good, and read them again or give the chunk up."""
@@ -208,17 +248,25 @@ class ChunkLoader:
             self._reject(fetch, bad)
             return
         assert fetch.reads is not None
-        fetch.state = State.JUDGING
-        self._loop.in_pool(partial(self.reader.judge, fetch.reads), partial(self._judged, fetch))
+        self._judge_in_pool(fetch, partial(self.reader.judge, fetch.reads), partial(self._judged, fetch))
+
+    def _judge_in_pool(self, fetch: Fetch, work: Callable[[], object], then: Callable[[object], None]) -> None:
+        self.move([fetch], State.JUDGING)
+        self._loop.in_pool(work, then)
 
     def verify(self, fetches: Sequence[Fetch]) -> None:
         """Compare the checksums of chunks that have arrived, in one launch (I2)."""
         runs = [self._slab_run(fetch, source) for fetch in fetches for source in fetch.sources]
         with self._worker.order.launching():
             found = iter(self._worker.sums(runs))
+        good, suspect = list[Fetch](), list[Fetch]()
         for fetch in fetches:
-            fetch.bad = tuple(source for source in fetch.sources if next(found) != source.checksums)
-            fetch.state = State.SUSPECT if fetch.bad else State.VERIFIED
+            for source in fetch.sources:
+                if next(found) != source.checksums:
+                    fetch.bad += (source,)
+            (suspect if fetch.bad else good).append(fetch)
+        self.move(good, State.VERIFIED)
+        self.move(suspect, State.SUSPECT)
 
     def scatter(self, parts: Sequence[tuple[Fetch, Part]], after: Sequence[Mark]) -> Mark:
         """Launch the scatter of verified chunks into the blocks of the loads, behind `after`; return its mark."""
@@ -226,114 +274,127 @@ class ChunkLoader:
         worker = self._worker
         return worker.order.begin(partial(worker.codec.decode, worker.pages, moves), *after)
 
-    def leave(self, fetch: Fetch) -> None:
-        """The chunk has landed wherever it is wanted: its slot is free, or caches it for others."""
-        key, slot, fetch.slot, fetch.state = fetch.chunk.key, fetch.slot, -1, State.ENDED
-        arena = self._worker.arena
-        self._close(fetch)
-        if fetch.origin is Origin.ARENA:
-            arena.release(slot, key)
-            return
-        stays = any(self._admit.arena.keeps_loaded(key) for _ in range(fetch.n_loads))
-        is_for_host = self._worker.host is not None and fetch.origin is Origin.FILES
-        goes_down = is_for_host and any(self._admit.host.keeps_loaded(key) for _ in range(fetch.n_loads))
-        if stays:
-            is_new = arena.commit(slot, key, fetch.sources)
-            cached = arena.lease(key) if goes_down and is_new else None
-            if cached is not None:  # else it was pushed out already
-                self._keep_below(cached[0], fetch, partial(arena.release, cached[0], key))
-        elif goes_down:
-            self._keep_below(slot, fetch, partial(arena.discard, slot))
-        else:
-            arena.discard(slot)
+    def leave(self, fetches: Sequence[Fetch]) -> None:
+        """The chunks have landed wherever they are wanted: their slots are free, or cache them for others."""
+        self.move(fetches, State.ENDED)
+        self._let_go(fetches)
+        arena, admit, has_host = self._worker.arena, self._admit, self._worker.host is not None
+        released, unused, kept_below = list[tuple[int, bytes]](), list[int](), list[tuple[Fetch, int, bool]]()
+        for fetch in fetches:
+            key, slot, fetch.slot, n_loads = fetch.chunk.key, fetch.slot, -1, fetch.n_loads
+            if fetch.origin is Origin.ARENA:
+                released.append((slot, key))
+                continue
+            stays = any(map(admit.arena.keeps_loaded, itertools.repeat(key, n_loads)))
+            is_from_files = has_host and fetch.origin is Origin.FILES
+            goes_down = is_from_files and any(map(admit.host.keeps_loaded, itertools.repeat(key, n_loads)))
+            if not stays:
+                if goes_down:
+                    kept_below.append((fetch, slot, False))
+                else:
+                    unused.append(slot)
+            elif arena.commit(slot, key, fetch.sources) and goes_down:
+                cached = arena.lease(key)
+                if cached is not None:  # else it was pushed out already
+                    kept_below.append((fetch, cached[0], True))
+        arena.release_each(released)
+        arena.discard(*unused)
+        if kept_below:
+            self._keep_below(kept_below)
 
     def abandon(self, fetch: Fetch) -> None:
         """Give back what a chunk holds that no load waits for. Reads under way keep their slots until they return."""
-        slot, fetch.slot, fetch.state = fetch.slot, -1, State.ENDED
+        self.move([fetch], State.ENDED)
+        slot, fetch.slot, key = fetch.slot, -1, fetch.chunk.key
         if slot < 0:
             return
-        arena = self._worker.arena
+        arena, reads = self._worker.arena, fetch.reads
         if fetch.origin is Origin.ARENA:
-            arena.release(slot, fetch.chunk.key)
+            arena.release(slot, key)
             return
         slots = ExitStack()
         slots.callback(arena.discard, slot)
         landing, fetch.landing = fetch.landing, -1
         if self._landing is not None and landing >= 0:
             slots.callback(self._landing.discard, landing)
-        if fetch.reads is not None and not fetch.reads.batch.wait(0):
-            slots.push(fetch.held.pop_all())
-            self._worker.quarantine.add(fetch.reads.batch, slots.close)
+        if reads is not None and not reads.batch.wait(0):
+            held, fetch.held = fetch.held, None
+            assert held is not None
+            slots.callback(held.let_go)
+            self._worker.quarantine.add(reads.batch, slots.close)
         elif fetch.copied is not None and not self._worker.order.is_done(fetch.copied):
-            slots.push(fetch.held.pop_all())
+            slots.callback(self._let_go, [fetch])
             self._loop.when_done(fetch.copied, slots.close)
         else:
             slots.close()
-            self._close(fetch)
+            self._let_go([fetch])
 
-    @property
-    def has_to_close(self) -> bool:
-        """Return True if segments wait to be released."""
-        return bool(self._to_close)
-
-    def close_segments(self, at_least: int = 1) -> None:
+    def close_segments(self) -> None:
         """Have the pool release the segments of chunks that are done, which may close files and take long."""
-        if len(self._to_close) >= at_least:
-            held, self._to_close = self._to_close, []
-            self._loop.in_pool(partial(_close_all, held), lambda result: None)
+        held, self.to_close = Counter(self.to_close), []
+        self._loop.in_pool(partial(_close_all, held), lambda result: None)
 
     def open_segments(self) -> None:
         """Have the pool open the segments of what was begun and submit the reads, each load's in its order."""
-        to_open, self._to_open = self._to_open, []
-        for _, of_load in itertools.groupby(to_open, key=_first_load):
+        to_open, self.to_open = self.to_open, []
+        for _, of_load in itertools.groupby(to_open, key=_opened_with):
             for fetches in _batches(of_load, OPENED_TOGETHER):
-                self._loop.in_pool(partial(self._submit_reads, fetches), partial(self._opened, fetches))
+                held = Held(len(fetches))
+                for fetch in fetches:
+                    fetch.held = held
+                self._loop.in_pool(partial(self._submit_reads, fetches, held), partial(self._opened, fetches))
 
-    def _open(self, fetch: Fetch) -> None:
-        fetch.state, fetch.origin, fetch.copied = State.OPENING, Origin.FILES, None
-        if self._landing is not None and fetch.landing < 0:  # it is read again
+    def _open(self, fetches: Sequence[Fetch]) -> None:
+        self.move(fetches, State.OPENING)
+        self.to_open += fetches
+
+    def _open_again(self, fetch: Fetch) -> None:
+        self._let_go([fetch])
+        fetch.reads, fetch.origin, fetch.copied = None, Origin.FILES, None
+        if self._landing is not None and fetch.landing < 0:
             landing = self._landing.reserve()
             if landing is None:
                 self._loop.failed(fetch, FetchFailed("no slot in the host arena is free"))
                 return
             fetch.landing = landing
-        self._to_open.append(fetch)
+        self._open([fetch])
 
-    def _submit_reads(self, fetches: Sequence[Fetch]) -> list[FileReads | Exception | None]:
+    def _submit_reads(self, fetches: Sequence[Fetch], held: Held) -> list[FileReads | Exception | None]:
         """On a thread of the pool: return what became of each; None after the first one that failed, for most often the
         others fail like it, and their load ends there."""
-        results: list[FileReads | Exception | None] = []
-        for fetch in fetches:
-            slot = fetch.slot if self._landing is None else fetch.landing
-            anew = fetch.was_reread
-            try:
-                fetch.reads = self.reader.begin(fetch.namespace, fetch.chunk, slot, fetch.held, anew=anew)
-                results.append(fetch.reads)  # `abandon` knows of them even if a later chunk's fault is unexpected
-            except (FetchFailed, KVTierError, OSError) as failure:
-                results.append(failure)
-                break
-        return results + [None] * (len(fetches) - len(results))
+        signed = self._landing is not None
+        chunks = [(fetch.chunk, fetch.landing if signed else fetch.slot) for fetch in fetches]
+        first = fetches[0]
+        results = self.reader.begin(first.namespace, chunks, held, anew=first.was_reread)
+        for fetch, result in zip(fetches, results, strict=False):
+            if isinstance(result, FileReads):
+                fetch.reads = result
+        return [*results, *[None] * (len(fetches) - len(results))]
 
     def _opened(self, fetches: Sequence[Fetch], results: object) -> None:
         if isinstance(results, Exception):  # the pool is closed
             results = [results] * len(fetches)
         assert isinstance(results, list)
+        begun = list[Fetch]()
+        for fetch, result in zip(fetches, results, strict=True):
+            if isinstance(result, FileReads) and fetch.state is State.OPENING:
+                fetch.sources = result.sources
+                begun.append(fetch)
+        self.move(begun, State.READING)
         for fetch, result in zip(fetches, results, strict=True):
             if isinstance(result, Exception):
                 self._end_in_pool(fetch, result)
-                continue
-            if result is not None:
-                fetch.sources, fetch.state = result.sources, State.READING
-            if not fetch.wanted_by:  # all loads gave it up
+            elif fetch.state is State.DROPPED:
                 self.abandon(fetch)
             elif result is None:
-                self._to_open.append(fetch)
+                self._let_go([fetch])
+                self.to_open.append(fetch)
 
     def _judged(self, fetch: Fetch, result: object) -> None:
-        if not fetch.wanted_by:
+        if fetch.state is State.DROPPED:
             self.abandon(fetch)
         elif result is True:
-            self._arrived(fetch)
+            self.arrived([fetch])
         elif result is False:  # what came may be stale
             self._read_anew(fetch)
         else:
@@ -345,57 +406,68 @@ class ChunkLoader:
 
     def _read_anew(self, fetch: Fetch) -> None:
         self._worker.metrics.add(names.REREAD_CHUNKS)
-        fetch.was_reread, fetch.reads = True, None
-        self._open(fetch)
+        fetch.was_reread = True
+        self._open_again(fetch)
 
-    def _arrived(self, fetch: Fetch) -> None:
+    def arrived(self, fetches: Sequence[Fetch]) -> None:
         """All bytes were read. On the CPU the I/O threads have verified them."""
+        worker, n_bytes = self._worker, 0
         self.reader.stuck.answered()
-        fetch.reads, fetch.state = None, State.ARRIVED if self._worker.arena.is_device else State.VERIFIED
-        n_bytes = sum(source.n_bytes for source in fetch.sources)
-        self._worker.metrics.add(names.FILE_READ_BYTES, n_bytes)
+        for fetch in fetches:
+            fetch.reads = None
+            for source in fetch.sources:
+                n_bytes += source.cut.n_bytes
+        worker.metrics.add(names.FILE_READ_BYTES, n_bytes)
         if self._landing is not None:
-            self._rise(self._landing, fetch)
-        elif self._worker.io.reader is not self._worker.io.ring:
-            self._worker.metrics.add(names.KVIKIO_READ_BYTES, n_bytes)
+            self._rise(self._landing, fetches)
+            return
+        self.move(fetches, State.ARRIVED if worker.arena.is_device else State.VERIFIED)
+        if worker.io.reader is not worker.io.ring:
+            worker.metrics.add(names.KVIKIO_READ_BYTES, n_bytes)
 
-    def _rise(self, landing: ChunkArena, fetch: Fetch) -> None:
+    def _rise(self, landing: ChunkArena, fetches: Sequence[Fetch]) -> None:
         """Copy up what was read into the host arena and found good. It stays there only if it is wanted."""
-        key, slot, fetch.landing = fetch.chunk.key, fetch.landing, -1
-        self._close(fetch)
-        is_new, leased, sources = landing.commit_leased(slot, key, fetch.sources)
-        self._copy_up(landing, fetch, leased, sources)
-        if is_new and not self._admit.host.keeps_loaded(key):
-            landing.drop(key)
+        risen = []
+        self._let_go(fetches)
+        for fetch in fetches:
+            key, slot, fetch.landing = fetch.chunk.key, fetch.landing, -1
+            is_new, leased, sources = landing.commit_leased(slot, key, fetch.sources)
+            risen.append((fetch, leased, sources))
+            if is_new and not self._admit.host.keeps_loaded(key):
+                landing.drop(key)
+        self._copy_up(landing, risen)
 
-    def _copy_up(self, host: ChunkArena, fetch: Fetch, host_slot: int, sources: tuple[Source, ...]) -> None:
-        fetch.sources, fetch.origin, fetch.state = sources, Origin.HOST, State.COPYING
-        fetch.held.callback(host.release, host_slot, fetch.chunk.key)
-        n_bytes = end_of(sources) - PAGE_BYTES
-        target, source = self._worker.arena.record(fetch.slot, n_bytes), host.record(host_slot, n_bytes)
-        fetch.copied = self._worker.order.begin_copy(target, source)
-        self._loop.when_done(fetch.copied, partial(self._copied_up, fetch, fetch.copied))
+    def _copy_up(self, host: ChunkArena, leased: Sequence[tuple[Fetch, int, tuple[Source, ...]]]) -> None:
+        """Start to copy chunks out of leased slots of the host arena."""
+        arena, fetches, pairs = self._worker.arena, [fetch for fetch, _, _ in leased], []
+        for fetch, host_slot, sources in leased:
+            fetch.sources, fetch.origin, fetch.host_slot = sources, Origin.HOST, host_slot
+            n_bytes = slabs_bytes(sources)
+            pairs.append((arena.record(fetch.slot, n_bytes), host.record(host_slot, n_bytes)))
+        self.move(fetches, State.COPYING)
+        mark = self._worker.order.begin_copies(pairs)
+        for fetch in fetches:
+            fetch.copied = mark
+        self._loop.when_done(mark, partial(self._copied_up, fetches, mark))
 
-    def _copied_up(self, fetch: Fetch, mark: Mark) -> None:
-        if fetch.state is State.COPYING and fetch.copied is mark:
-            fetch.state = State.ARRIVED
+    def _copied_up(self, fetches: Sequence[Fetch], mark: Mark) -> None:
+        still = [fetch for fetch in fetches if fetch.state is State.COPYING and fetch.copied is mark]
+        self.move(still, State.ARRIVED)
 
     def _reject(self, fetch: Fetch, bad: Sequence[Source]) -> None:
         """The bytes are not those that were saved: a copy is forgotten and read again; a record is offered no more."""
-        key = fetch.chunk.key
+        key, locations = fetch.chunk.key, [source.location for source in bad]
         if fetch.origin is Origin.FILES and self.reader.may_be_stale():
             if fetch.was_reread:
-                fetch.state = State.JUDGING
-                work = partial(self.reader.doubt, fetch.namespace, key, [source.location for source in bad])
-                self._loop.in_pool(work, partial(self._end_in_pool, fetch))
+                work = partial(self.reader.doubt, fetch.namespace, key, locations)
+                self._judge_in_pool(fetch, work, partial(self._end_in_pool, fetch))
             else:
                 self._read_anew(fetch)
             return
         self._worker.metrics.add(names.CHECKSUM_FAILURES)
         if fetch.origin is Origin.FILES:
-            fetch.state = State.JUDGING
-            work = partial(self.reader.condemn, key, [source.location for source in bad])
-            self._loop.in_pool(work, partial(self._end_in_pool, fetch))
+            work = partial(self.reader.condemn, key, locations)
+            self._judge_in_pool(fetch, work, partial(self._end_in_pool, fetch))
             return
         self._log.line(logging.ERROR, "bad", "chunk %s went bad in memory; it is read again", key.hex())
         if fetch.origin is Origin.ARENA:
@@ -404,45 +476,62 @@ class ChunkLoader:
             return
         assert self._worker.host is not None
         self._worker.host.drop(key)
-        fetch.held.close()
-        self._open(fetch)
+        self._open_again(fetch)
 
-    def _keep_below(self, slot: int, fetch: Fetch, give_back: Callable[[], None]) -> None:
-        """Copy a verified chunk down into the host arena, then give its slot back. Nothing is kept in a full arena, nor
-        while the loop itself limits the loads."""
-        host, order = self._worker.host, self._worker.order
-        has_time = self._n_kept_now < KEPT_AT_ONCE_MAX and self._loop.waits_for_storage()
-        host_slot = host.reserve() if host is not None and has_time else None
-        if host is None or host_slot is None:
-            give_back()
-            return
-        n_bytes = end_of(fetch.sources) - PAGE_BYTES
-        mark = order.begin_copy(host.record(host_slot, n_bytes), self._worker.arena.record(slot, n_bytes))
-        self._n_kept_now += 1
+    def _keep_below(self, landed: Sequence[tuple[Fetch, int, bool]]) -> None:
+        """Copy verified chunks down into the host arena, then give their slots, of which some are leased, back. Nothing
+        is kept in a full arena, nor while the loop itself limits the loads."""
+        host, arena, order = self._worker.host, self._worker.arena, self._worker.order
+        assert host is not None
+        kept, pairs = list[tuple[Fetch, int]](), []
+        room = KEPT_AT_ONCE_MAX - self._n_kept_now if self._loop.waits_for_storage() else 0
+        for fetch, slot, _ in landed[: max(0, room)]:
+            host_slot = host.reserve()
+            if host_slot is None:
+                break
+            n_bytes = slabs_bytes(fetch.sources)
+            kept.append((fetch, host_slot))
+            pairs.append((host.record(host_slot, n_bytes), arena.record(slot, n_bytes)))
+
+        def give_back(slots: Sequence[tuple[Fetch, int, bool]]) -> None:
+            arena.release_each([(slot, fetch.chunk.key) for fetch, slot, is_leased in slots if is_leased])
+            arena.discard(*[slot for _, slot, is_leased in slots if not is_leased])
 
         def end() -> None:
-            self._n_kept_now -= 1
-            host.commit(host_slot, fetch.chunk.key, fetch.sources)
-            give_back()
+            self._n_kept_now -= len(kept)
+            for fetch, host_slot in kept:
+                host.commit(host_slot, fetch.chunk.key, fetch.sources)
+            give_back(landed[: len(kept)])
 
-        self._loop.when_done(mark, end)
+        give_back(landed[len(kept) :])
+        if kept:
+            mark = order.begin_copies(pairs)
+            self._n_kept_now += len(kept)
+            self._loop.when_done(mark, end)
 
-    def _close(self, fetch: Fetch) -> None:
-        """Release what is held: open segments with the next `close_segments`."""
-        held = fetch.held.pop_all()
-        if fetch.origin is Origin.FILES:
-            self._to_close.append(held)
-        else:
-            held.close()
+    def _let_go(self, fetches: Sequence[Fetch]) -> None:
+        """Release leases of host slots, and open segments with the next `close_segments`."""
+        leases = list[tuple[int, bytes]]()
+        for fetch in fetches:
+            if fetch.held is not None:
+                self.to_close.append(fetch.held)
+                fetch.held = None
+            if fetch.host_slot >= 0:
+                leases.append((fetch.host_slot, fetch.chunk.key))
+                fetch.host_slot = -1
+        if leases and self._worker.host is not None:
+            self._worker.host.release_each(leases)
 
     def _slab_run(self, fetch: Fetch, source: Source) -> SlabRun:
-        slabs = self._worker.arena.slabs(fetch.slot, source.slot_offset, source.wanted.n_heads, source.slab_bytes)
-        return SlabRun(slabs, fetch.chunk.key, source.wanted.first_head, source.location.extent.first_layer)
+        location, (wanted, _, slab_bytes, _, slot_offset, _), _ = source
+        slabs = self._worker.arena.slabs(fetch.slot, slot_offset, wanted.n_heads, slab_bytes)
+        return SlabRun(slabs, fetch.chunk.key, wanted.first_head, location.extent.first_layer)
 
     def _move(self, fetch: Fetch, source: Source, part: Part) -> Move:
-        patch = source.patch(self._worker.share.reads)
-        chunk = part.chunk
-        return Move(patch, chunk.block_ids, self._slab_run(fetch, source).slabs, self.first_block(chunk))
+        _, (wanted, _, slab_bytes, _, slot_offset, patch), _ = source
+        slabs = self._worker.arena.slabs(fetch.slot, slot_offset, wanted.n_heads, slab_bytes)
+        chunk = part.load.plan.chunks[part.number]
+        return Move(patch, chunk.block_ids, slabs, self.first_block(chunk) if chunk.first_token else 0)
 
     def first_block(self, chunk: LoadChunk) -> int:
         """Return how many of the chunk's blocks the engine has computed itself: they are not written."""
@@ -457,11 +546,12 @@ def _batches(fetches: Iterable[Fetch], size: int) -> Iterator[list[Fetch]]:
         yield batch
 
 
-def _first_load(fetch: Fetch) -> Load | None:
-    return fetch.wanted_by[0].load if fetch.wanted_by else None
+def _opened_with(fetch: Fetch) -> tuple[Load | None, bool]:
+    """Return what the chunks that one task opens have in common."""
+    return (fetch.wanted_by[0].load if fetch.wanted_by else None), fetch.was_reread
 
 
-def _close_all(held: Sequence[ExitStack]) -> None:
-    with ExitStack() as all_of_them:  # each is closed, also if another one's close raises
-        for stack in held:
-            all_of_them.callback(stack.close)
+def _close_all(held: Counter[Held]) -> None:
+    with ExitStack() as all_of_them:  # each is let go, also if another one raises
+        for each, n_chunks in held.items():
+            all_of_them.callback(each.let_go, n_chunks)

@@ -13,10 +13,11 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import islice
+from operator import attrgetter
 
 from kvtier.arena.admission import Admissions
 from kvtier.errors import Corrupt, TierUnavailable
-from kvtier.io.engines import Reads
 from kvtier.maintenance.record_check import Rechecks
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan
 from kvtier.runtime import metrics as names
@@ -25,7 +26,7 @@ from kvtier.runtime.threads import Jobs
 from kvtier.worker.context import WorkerContext
 from kvtier.worker.cuda_events import Mark
 from kvtier.worker.loading import ChunkLoader, Fetch, Load, Part, State
-from kvtier.worker.loop import TransferLoop
+from kvtier.worker.loop import Pending, TransferLoop
 from kvtier.worker.record_reader import FetchFailed, SegmentGone
 from kvtier.worker.task_pool import Then
 
@@ -34,12 +35,15 @@ from kvtier.worker.task_pool import Then
 # 0.7 GiB are read: with a window of 1 GiB the storage idled.
 WINDOW_BYTES = 2 << 30
 WINDOW_MIN, WINDOW_MAX = 8, 64
-TOGETHER_MAX = 64  # chunks that are verified or scattered in one launch on a device; on the CPU one launch is no gain
+TOGETHER_MAX = 64  # chunks that are verified or scattered in one launch
+COPIED_BYTES = 8 << 20  # bytes that one scatter moves on the CPU, where the loop itself copies: some 2 ms
 # A load waits behind those that were asked for earlier, unless they are larger: each counts as asked for later by the
 # time that its bytes take at this rate.
 ORDER_BYTES_S = 10e9
 CLOSED_TOGETHER = 16  # chunks whose segments are released together while loads are under way
 ANSWER_LOOK_S = 0.05  # interval at which who waits for an answer looks for deadlines that have passed, seconds
+
+_n_pending_of, _waiting_of, _first_token_of = map(attrgetter, ("n_pending", "waiting", "first_token"))
 
 
 class LoadAnswers:
@@ -101,18 +105,12 @@ class Loader:
         self._log = RepeatedLog(worker.clock)
         self._loads: list[Load] = []  # in the order in which they are served
         self._fetches: dict[bytes, Fetch] = {}
+        slot_bytes, is_device = worker.arena.slot_bytes, worker.arena.is_device
+        self._window = max(WINDOW_MIN, min(WINDOW_MAX, WINDOW_BYTES // slot_bytes))  # chunks that hold slots at a time
+        self._together = TOGETHER_MAX if is_device else max(1, min(TOGETHER_MAX, COPIED_BYTES // slot_bytes))
         self._n_marks = 0  # scatters and copies that have not ended
         self._lacks_slot = False
         loop.halves.append(self)
-
-    @property
-    def _window(self) -> int:
-        """Return how many chunks may hold slots at a time."""
-        return max(WINDOW_MIN, min(WINDOW_MAX, WINDOW_BYTES // self._worker.arena.slot_bytes))
-
-    @property
-    def _together(self) -> int:
-        return TOGETHER_MAX if self._worker.arena.is_device else 1
 
     @property
     def rechecks(self) -> Rechecks:
@@ -157,57 +155,40 @@ class Loader:
 
     def turn(self) -> bool:
         """Take every chunk as far as it goes now. Return False if nothing changed."""
-        if not self._loads and not self._fetches and not self._chunks.has_to_close:
+        chunks = self._chunks
+        if not self._loads and not self._fetches and not chunks.to_close and not chunks.to_open:
             return False
-        steps = (
-            self._take_reads,
-            self._verify,
-            self._scatter,
-            self._judge,
-            self._expire,
-            self._begin,
-            self._answer_ended,
-        )
-        has_moved = False
-        for step in steps:
-            has_moved |= step()
-        self._chunks.open_segments()
-        self._chunks.close_segments(CLOSED_TOGETHER if has_moved else 1)
+        in_state = chunks.in_state
+        has_moved = bool(in_state[State.READING]) and chunks.take_reads()
+        if in_state[State.ARRIVED]:
+            chunks.verify(list(islice(in_state[State.ARRIVED], self._together)))
+            has_moved = True
+        if in_state[State.VERIFIED]:
+            has_moved |= self._scatter()
+        if in_state[State.SUSPECT]:
+            has_moved |= self._judge()
+        has_moved |= self._expire()
+        has_moved |= self._begin()
+        has_moved |= self._answer_ended()
+        if chunks.to_open:
+            chunks.open_segments()
+        if len(chunks.to_close) >= (CLOSED_TOGETHER if has_moved else 1):
+            chunks.close_segments()
         return has_moved
 
-    def is_polled(self) -> bool:
-        """Return True while reads are under way, or a slot is lacking that others may give back."""
-        return (self._lacks_slot and not self._pool.is_busy) or self.under_way() is not None
-
-    def under_way(self) -> Reads | None:
-        """Return the reads that were begun first."""
-        return next((fetch.reads.batch for fetch in self._in_state(State.READING) if fetch.reads is not None), None)
-
-    def queued_bytes(self) -> int:
-        """Return the bytes of all reads that are under way."""
-        return len(self._in_state(State.READING)) * self._worker.arena.slot_bytes
-
-    def _in_state(self, state: State) -> list[Fetch]:
-        """Return the chunks in that state, the one that was begun first at the head."""
-        return [fetch for fetch in self._fetches.values() if fetch.state is state]
+    def pending(self) -> Pending:
+        """Return the reads that were begun first, and the bytes of all. It is polled too while a slot is lacking that
+        others may give back."""
+        reading = self._chunks.in_state[State.READING]
+        for fetch in reading:
+            assert fetch.reads is not None
+            return Pending(fetch.reads.batch, len(reading) * self._worker.arena.slot_bytes)
+        return Pending(is_polled=self._lacks_slot and not self._pool.is_busy)
 
     def _take(self, load: object) -> None:
         assert isinstance(load, Load)
         load.begun_s = load.moved_s = self._worker.clock()
         insort(self._loads, load, key=lambda known: known.turn_s)
-
-    def _take_reads(self) -> bool:
-        reading = self._in_state(State.READING)
-        ended = [fetch for fetch in reading if fetch.reads is not None and fetch.reads.batch.wait(0)]
-        for fetch in ended:
-            self._chunks.read_ended(fetch)
-        return bool(ended)
-
-    def _verify(self) -> bool:
-        arrived = self._in_state(State.ARRIVED)[: self._together]
-        if arrived:
-            self._chunks.verify(arrived)
-        return bool(arrived)
 
     def _scatter(self) -> bool:
         """Launch what is verified, of all loads whose blocks are free to be written; else that of the first load, which
@@ -216,49 +197,54 @@ class Loader:
         if not verified:
             return False
         loads = {part.load: None for _, part in verified}
-        free = [load for load in loads if self._worker.order.is_done(load.after)]
-        among = free or [min(loads, key=lambda load: load.asked_s)]
+        for load in loads:
+            load.is_free = load.is_free or self._worker.order.is_done(load.after)
+        among = [load for load in loads if load.is_free] or [min(loads, key=lambda load: load.asked_s)]
         moving = [(fetch, part) for fetch, part in verified if part.load in among][: self._together]
-        mark = self._chunks.scatter(moving, [] if free else [among[0].after])
+        mark = self._chunks.scatter(moving, [] if among[0].is_free else [among[0].after])
+        now_s = self._worker.clock()
         for fetch, part in moving:
             fetch.wanted_by.remove(part)
             fetch.n_moving += 1
             part.load.n_scattered += 1
-            part.load.moved_s = self._worker.clock()
+            part.load.moved_s = now_s
         self.when_done(mark, partial(self._landed, moving))
         return True
 
     def _next_verified(self) -> list[tuple[Fetch, Part]]:
         """Return what may be scattered now, in the order of the loads: of each the next chunks of its prompt, as far as
         they are verified."""
-        by_load: dict[Load, dict[int, Fetch]] = {}
-        for fetch in self._in_state(State.VERIFIED):
-            for load, number in fetch.wanted_by:
-                by_load.setdefault(load, {})[number] = fetch
+        by_load: dict[Load, dict[int, tuple[Fetch, Part]]] = {}
+        for fetch in self._chunks.in_state[State.VERIFIED]:
+            for part in fetch.wanted_by:
+                by_load.setdefault(part.load, {})[part.number] = fetch, part
         found = []
         for load in self._loads:
-            fetches, number = by_load.get(load, {}), load.n_scattered
-            while number in fetches:
-                found.append((fetches[number], Part(load, number)))
+            parts, number = by_load.get(load, {}), load.n_scattered
+            while number in parts:
+                found.append(parts[number])
                 number += 1
         return found
 
     def _landed(self, moved: Sequence[tuple[Fetch, Part]]) -> None:
+        left = []
         for fetch, (load, _) in moved:
             fetch.n_moving -= 1
             load.n_landed += 1
             load.n_pending -= 1
-            load.n_bytes += sum(source.n_bytes for source in fetch.sources)
+            for source in fetch.sources:
+                load.n_bytes += source.cut.n_bytes
             if not fetch.wanted_by and not fetch.n_moving:
                 self._fetches.pop(fetch.chunk.key, None)
-                self._chunks.leave(fetch)
+                left.append(fetch)
+        self._chunks.leave(left)
 
     def _judge(self) -> bool:
         """Have bad bytes looked at once nothing before them in the prompt is on its way: most often what follows is
         bad like them, and need not be looked at."""
         next_ones = [
             fetch
-            for fetch in self._in_state(State.SUSPECT)
+            for fetch in self._chunks.in_state[State.SUSPECT]
             if any(load.n_scattered == number for load, number in fetch.wanted_by)
         ]
         for fetch in next_ones:
@@ -266,22 +252,25 @@ class Loader:
         return bool(next_ones)
 
     def _expire(self) -> bool:
-        now_s = self._worker.clock()
-        late = [load for load in self._loads if load.deadline_s <= now_s and load.end]
-        for load in late:
-            reads = next((fetch.reads for fetch in self._in_state(State.READING) if fetch.is_wanted_by(load)), None)
-            if reads is not None:
-                self._chunks.reader.note_slow(reads)
-                self._cut(load, 0, FetchFailed("the storage does not answer in time"))
-            else:
-                self._cut(load, 0, FetchFailed("its time is over"))
-        return bool(late)
+        now_s, has_moved = self._worker.clock(), False
+        for load in self._loads:
+            if load.deadline_s <= now_s and load.end:
+                has_moved = True
+                reading = self._chunks.in_state[State.READING]
+                reads = next((fetch.reads for fetch in reading if fetch.is_wanted_by(load)), None)
+                if reads is not None:
+                    self._chunks.reader.note_slow(reads)
+                    self._cut(load, 0, FetchFailed("the storage does not answer in time"))
+                else:
+                    self._cut(load, 0, FetchFailed("its time is over"))
+        return has_moved
 
     def _begin(self) -> bool:
         """Begin chunks of the loads in their order, as many as the window and the arena have room for."""
         self._lacks_slot = False
-        n_begun, is_full = 0, False
-        held_up = self._held_up()
+        if not any(map(_waiting_of, self._loads)):
+            return False
+        has_moved, is_full, held_up = False, False, self._held_up()
         for load in self._loads:
             while load.waiting:
                 part = Part(load, load.waiting[-1])
@@ -289,46 +278,53 @@ class Loader:
                 if fetch is not None:
                     load.waiting.pop()
                     self._join(fetch, part)
-                elif is_full or load in held_up or len(self._fetches) >= self._window or not self._begin_one(part):
+                elif is_full or load in held_up or not self._begin_some(load):
                     is_full |= load not in held_up  # others may still join what is under way
                     break
-                n_begun += 1
-        return n_begun > 0
+                has_moved = True
+        return has_moved
+
+    def _begin_some(self, load: Load) -> bool:
+        """Begin the next chunks of a load, which are in no fetch. Return False if there is no room."""
+        plan, room = load.plan, min(self._chunks.begun_together, self._window - len(self._fetches))
+        begun: dict[bytes, Fetch] = {}
+        for number in islice(reversed(load.waiting), max(0, room)):
+            chunk = plan.chunks[number]
+            if chunk.key in self._fetches or chunk.key in begun:
+                break
+            begun[chunk.key] = Fetch(plan.namespace, chunk, [Part(load, number)])
+        if not begun:
+            return False
+        n_begun = self._chunks.begin(list(begun.values()))
+        self._fetches.update(islice(begun.items(), n_begun))
+        del load.waiting[len(load.waiting) - n_begun :]
+        if n_begun:
+            return True
+        self._lacks_slot = True
+        if self._worker.quarantine.is_due(self._worker.clock()):
+            self.in_pool(self._worker.quarantine.sweep, lambda result: None)
+        n_waiting = len(self._chunks.in_state[State.VERIFIED]) + len(self._chunks.in_state[State.SUSPECT])
+        if self._fetches and not self._n_marks and n_waiting == len(self._fetches):
+            # All slots are held by chunks that wait for this one: the one that was begun last gives its slot up.
+            self.begin_again(next(reversed(self._fetches.values())))
+        return False
 
     def _held_up(self) -> set[Load]:
         """Return the loads whose next chunk has not come for long while other loads wait: they begin nothing more, and
         give the slots of chunks behind it to the others, for one segment that hangs is not to stop all loads."""
         long_ago_s = self._worker.clock() - self._worker.timeout_s / 4
-        coming = (State.OPENING, State.READING)
         held_up = set()
         for load in self._loads:
             if load.moved_s < long_ago_s and load.n_scattered < load.end:
                 fetch = self._fetches.get(load.plan.chunks[load.n_scattered].key)
-                if fetch is not None and fetch.state in coming:
+                if fetch is not None and fetch.state in (State.OPENING, State.READING):
                     held_up.add(load)
         if not held_up or not any(load.waiting for load in self._loads if load not in held_up):
             return set()
-        for fetch in self._in_state(State.VERIFIED):
+        for fetch in list(self._chunks.in_state[State.VERIFIED]):
             if not fetch.n_moving and all(part.load in held_up for part in fetch.wanted_by):
                 self.begin_again(fetch)
         return held_up
-
-    def _begin_one(self, part: Part) -> bool:
-        fetch = Fetch(part.load.plan.namespace, part.chunk, [part])
-        part.load.waiting.pop()
-        self._fetches[part.chunk.key] = fetch
-        if self._chunks.begin(fetch):
-            return True
-        del self._fetches[part.chunk.key]
-        part.load.wait_again(part.number)
-        self._lacks_slot = True
-        if self._worker.quarantine.is_due(self._worker.clock()):
-            self.in_pool(self._worker.quarantine.sweep, lambda result: None)
-        waits = (State.VERIFIED, State.SUSPECT)  # chunks in all other states go on by themselves
-        if self._fetches and not self._n_marks and all(fetch.state in waits for fetch in self._fetches.values()):
-            # All slots are held by chunks that wait for this one: the one that was begun last gives its slot up.
-            self.begin_again(next(reversed(self._fetches.values())))
-        return False
 
     def _join(self, fetch: Fetch, part: Part) -> None:
         """Let the part have what another load brings, unless that waits for a segment that does not answer."""
@@ -360,17 +356,22 @@ class Loader:
 
     def _drop(self, fetch: Fetch) -> None:
         """Give up a chunk that no load wants. One that is in the pool is given back when the pool returns it."""
+        self._forget(fetch)
+        if fetch.state in (State.OPENING, State.JUDGING):
+            self._chunks.move([fetch], State.DROPPED)
+        else:
+            self._chunks.abandon(fetch)
+
+    def _forget(self, fetch: Fetch) -> None:
         if self._fetches.get(fetch.chunk.key) is fetch:
             del self._fetches[fetch.chunk.key]
-        if fetch.state not in (State.OPENING, State.JUDGING):
-            self._chunks.abandon(fetch)
 
     # --- what the chunks need of the loop ---
 
     def failed(self, fetch: Fetch, failure: Exception) -> None:
         parts, fetch.wanted_by = fetch.wanted_by, []
-        fetch.state = State.ENDED
-        self._drop(fetch)
+        self._forget(fetch)
+        self._chunks.abandon(fetch)
         for part in parts:
             if part.chunk.entry == fetch.chunk.entry:
                 part.load.n_pending -= 1
@@ -387,7 +388,7 @@ class Loader:
     def waits_for_storage(self) -> bool:
         if not any(load.waiting for load in self._loads):
             return True
-        return len(self._in_state(State.READING)) >= self._window // 2
+        return len(self._chunks.in_state[State.READING]) >= self._window // 2
 
     def when_done(self, mark: Mark, then: Callable[[], None]) -> None:
         self._n_marks += 1
@@ -403,12 +404,13 @@ class Loader:
     # --- answers ---
 
     def _answer_ended(self) -> bool:
+        if all(map(_n_pending_of, self._loads)):
+            return False
         ended = [load for load in self._loads if not load.n_pending]
-        if ended:
-            self._loads = [load for load in self._loads if load.n_pending]
+        self._loads = [load for load in self._loads if load.n_pending]
         for load in ended:
             self._end(load)
-        return bool(ended)
+        return True
 
     def _end(self, load: Load) -> None:
         n_landed, plan, failure = load.n_landed, load.plan, load.failure
@@ -455,4 +457,4 @@ class Loader:
 
 def tokens_of(worker: WorkerContext, chunks: Sequence[LoadChunk]) -> int:
     """Return the tokens of the chunks that the engine did not have."""
-    return sum(worker.geometry.chunk_tokens - chunk.first_token for chunk in chunks)
+    return worker.geometry.chunk_tokens * len(chunks) - int(sum(map(_first_token_of, chunks)))

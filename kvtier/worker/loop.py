@@ -11,9 +11,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from kvtier.io.engines import Reads
+from kvtier.io.base import Reads
 from kvtier.runtime.threads import Jobs
 from kvtier.worker.context import WorkerContext
 from kvtier.worker.cuda_events import Mark
@@ -26,6 +26,15 @@ PAUSE_MIN_S, PAUSE_MAX_S = 0.0003, 0.008  # pause after a turn in which nothing 
 QUEUED_PAUSE_S, QUEUED_BYTES = 0.004, 512 << 20
 
 
+class Pending(NamedTuple):
+    """What is under way. reads: the I/O that was begun first. n_bytes: of all I/O. is_polled: something else that does
+    not wake the loop."""
+
+    reads: Reads | None = None
+    n_bytes: int = 0
+    is_polled: bool = False
+
+
 class Half(Protocol):
     """The loads or the saves. All methods but `is_due` are called on the loop's thread."""
 
@@ -33,16 +42,8 @@ class Half(Protocol):
         """Take every chunk as far as it goes now. Return False if nothing changed."""
         ...
 
-    def is_polled(self) -> bool:
-        """Return True while something is under way that does not wake the loop, as I/O is."""
-        ...
-
-    def under_way(self) -> Reads | None:
-        """Return the oldest I/O that is under way."""
-        ...
-
-    def queued_bytes(self) -> int:
-        """Return the bytes of all I/O that is under way."""
+    def pending(self) -> Pending:
+        """Return what is under way that does not wake the loop."""
         ...
 
     def is_due(self, now_s: float) -> bool:
@@ -93,9 +94,12 @@ class TransferLoop:
     def look(self) -> None:
         """Wake the loop where it has work although nothing was posted."""
         now_s = self._worker.clock()
-        if any(half.is_due(now_s) for half in self.halves) or any(pool.has_still() for pool in self._pools):
-            with self._changed:
-                self._wake()
+        may_be_due: list[Half | TaskPool] = [*self.halves, *self._pools]
+        for each in may_be_due:
+            if each.is_due(now_s):
+                with self._changed:
+                    self._wake()
+                return
 
     def when_done(self, mark: Mark, then: Callable[[], None]) -> None:
         """Run `then` on the loop's thread once the mark is done."""
@@ -103,12 +107,14 @@ class TransferLoop:
 
     def turn(self) -> bool:
         """Take all work as far as it goes now. Return False if nothing changed."""
-        has_moved = self._take_posted()
-        has_moved |= self._take_marks()
+        has_moved = bool(self._posted) and self._take_posted()
+        if self._marks:
+            has_moved |= self._take_marks()
         for half in self.halves:
             has_moved |= half.turn()
         for pool in self._pools:
-            pool.staff()
+            if pool.tasks or pool.n_still:
+                pool.staff()
         return has_moved
 
     def _wake(self) -> bool:
@@ -123,26 +129,30 @@ class TransferLoop:
         try:
             while True:
                 has_moved = self.turn()
+                reads, n_bytes, is_polled = None, 0, bool(self._marks)
+                for half in self.halves:
+                    pending = half.pending()
+                    reads = reads or pending.reads
+                    n_bytes += pending.n_bytes
+                    is_polled |= pending.is_polled
                 if has_moved:
                     self._pause_s = PAUSE_MIN_S
-                    if sum(half.queued_bytes() for half in self.halves) >= QUEUED_BYTES:
+                    if n_bytes >= QUEUED_BYTES:
                         self._wait_for_posts(QUEUED_PAUSE_S)
                     continue
-                is_polled = bool(self._marks) or any(half.is_polled() for half in self.halves)
                 with self._changed:
-                    if not is_polled and not self._posted:
+                    if not is_polled and reads is None and not self._posted:
                         self._is_running = False
                         return
-                self._pause()
+                self._pause(reads)
         except BaseException:  # our bug, or CUDA's: no chunk is left without an answer, and no slot is lost
             self._give_up()
             raise
 
-    def _pause(self) -> None:
+    def _pause(self, reads: Reads | None) -> None:
         """Wait in native code for what ends next, without the interpreter lock."""
-        under_way = next((found for half in self.halves if (found := half.under_way()) is not None), None)
-        if under_way is not None:
-            under_way.wait(self._pause_s)
+        if reads is not None:
+            reads.wait(self._pause_s)
         elif self._marks:
             self._worker.order.wait_within(self._marks[0][0], self._pause_s)
         else:
@@ -155,11 +165,10 @@ class TransferLoop:
                 self._changed.wait(timeout_s)
 
     def _take_posted(self) -> bool:
-        n_posted = len(self._posted)
-        for _ in range(n_posted):  # one at a time: if one raises, the others are not lost
+        for _ in range(len(self._posted)):  # one at a time: if one raises, the others are not lost
             then, value = self._posted.popleft()
             then(value)
-        return n_posted > 0
+        return True
 
     def _take_marks(self) -> bool:
         done = [entry for entry in self._marks if self._worker.order.is_done(entry[0])]

@@ -3,63 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
+from typing import NamedTuple
 
 from kvtier.format.geometry import PAGE_BYTES, Extent
 from kvtier.format.record import record_bytes, slot_start
 from kvtier.index.base import Location
 from kvtier.kernels.paged import Patch
 
+Form = tuple[Extent, int]  # of a record: its extent, and the bytes of a slab
+_form_of = attrgetter("extent", "slab_bytes")
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A run of slabs of one record, and where they go.
 
-    wanted: the part of the record that this rank takes; its heads are the slabs that are read.
-    slot_offset: byte within the arena slot at which the first slab lands.
+class Cut(NamedTuple):
+    """The run of slabs that a rank takes of the records of one form, and where they go: chunks of a prompt share it.
+
+    wanted: the part of the record that the rank takes; its heads are the slabs that are read.
+    first_slab: place of the first of them among the record's.
+    slot_offset: byte within the arena slot at which it lands.
+    patch: place of the slabs in the rank's pages.
     """
 
-    location: Location
     wanted: Extent
+    first_slab: int
+    slab_bytes: int
+    n_bytes: int
     slot_offset: int
+    patch: Patch
 
-    @property
-    def slab_bytes(self) -> int:
-        return self.location.slab_bytes
 
-    @property
-    def n_bytes(self) -> int:
-        return self.wanted.n_heads * self.slab_bytes
+class Source(NamedTuple):
+    """A run of slabs of one record. checksums: of these slabs."""
 
-    @property
-    def header_offset(self) -> int:
-        """Byte of the segment file at which the record's header page starts."""
-        return place_in_file(self.location).start
-
-    @property
-    def first_slab(self) -> int:
-        """Place of the first slab that is read among the record's."""
-        return self.wanted.first_head - self.location.extent.first_head
-
-    @property
-    def file_offset(self) -> int:
-        """Byte of the segment file at which the first slab starts."""
-        return self.header_offset + PAGE_BYTES + self.first_slab * self.location.slab_bytes
-
-    @property
-    def checksums(self) -> tuple[int, ...]:
-        return self.location.checksums[self.first_slab : self.first_slab + self.wanted.n_heads]
-
-    def patch(self, held: Extent) -> Patch:
-        """Return the place of the slabs in the pages of a rank that holds `held`."""
-        return Patch(
-            slab_layer=self.wanted.first_layer - self.location.extent.first_layer,
-            page_layer=self.wanted.first_layer - held.first_layer,
-            n_layers=self.wanted.n_layers,
-            page_head=self.wanted.first_head - held.first_head,
-            n_heads=self.wanted.n_heads,
-        )
+    location: Location
+    cut: Cut
+    checksums: tuple[int, ...]
 
 
 def place_in_file(location: Location) -> range:
@@ -71,22 +50,42 @@ def place_in_file(location: Location) -> range:
 
 def sources_of(locations: Sequence[Location], held: Extent, slot_bytes: int) -> tuple[Source, ...] | None:
     """Reads that together fill `held`; None when they do not cover it or exceed the slot."""
-    parts = _parts_of(tuple(location.extent for location in locations), held)
-    if parts is None:
+    cuts = _cuts_of(tuple(map(_form_of, locations)), held, slot_bytes)
+    if cuts is None:
         return None
     sources = []
-    offset = PAGE_BYTES
-    for number, wanted in parts:
-        source = Source(locations[number], wanted, offset)
-        offset += source.n_bytes
-        sources.append(source)
-    return tuple(sources) if offset <= slot_bytes else None
+    for number, cut in cuts:
+        location, first = locations[number], cut.first_slab
+        sources.append(Source(location, cut, location.checksums[first : first + cut.wanted.n_heads]))
+    return tuple(sources)
 
 
 @lru_cache(maxsize=256)
-def _parts_of(extents: tuple[Extent, ...], held: Extent) -> tuple[tuple[int, Extent], ...] | None:
-    """Return the part to take of each record, by its number; None when they do not cover `held`. Cached, because a load
-    asks for every chunk, and the chunks of a prompt are cut alike.
+def _cuts_of(forms: tuple[Form, ...], held: Extent, slot_bytes: int) -> tuple[tuple[int, Cut], ...] | None:
+    """Return the part to take of each record, by its number. Cached, because a load asks for every chunk, and the
+    chunks of a prompt are cut alike."""
+    parts = _parts_of([extent for extent, _ in forms], held)
+    if parts is None:
+        return None
+    cuts = []
+    offset = PAGE_BYTES
+    for number, wanted in parts:
+        extent, slab_bytes = forms[number]
+        n_bytes = wanted.n_heads * slab_bytes
+        patch = Patch(
+            slab_layer=wanted.first_layer - extent.first_layer,
+            page_layer=wanted.first_layer - held.first_layer,
+            n_layers=wanted.n_layers,
+            page_head=wanted.first_head - held.first_head,
+            n_heads=wanted.n_heads,
+        )
+        cuts.append((number, Cut(wanted, wanted.first_head - extent.first_head, slab_bytes, n_bytes, offset, patch)))
+        offset += n_bytes
+    return tuple(cuts) if offset <= slot_bytes else None
+
+
+def _parts_of(extents: Sequence[Extent], held: Extent) -> list[tuple[int, Extent]] | None:
+    """Return the part to take of each record, by its number; None when they do not cover `held`.
 
     Records of most layers are taken first, then those of most heads: a slab is read whole whatever is wanted of it, so
     what several records have would else be read several times, and not fit.
@@ -104,12 +103,13 @@ def _parts_of(extents: tuple[Extent, ...], held: Extent) -> tuple[tuple[int, Ext
             parts.append((number, wanted))
             left += hole.minus(wanted)
         holes = left
-    return None if holes else tuple(parts)
+    return None if holes else parts
 
 
-def end_of(sources: Sequence[Source]) -> int:
-    """Byte of the arena slot at which the last slab ends."""
-    return max(source.slot_offset + source.n_bytes for source in sources)
+def slabs_bytes(sources: Sequence[Source]) -> int:
+    """Bytes of all slabs, which are side by side in the arena slot."""
+    last = sources[-1].cut
+    return last.slot_offset + last.n_bytes - PAGE_BYTES
 
 
 def _shared(extent: Extent, held: Extent) -> tuple[int, int]:

@@ -1,22 +1,23 @@
-"""Reading one chunk's records from segments into an arena slot: which reads that takes, what became of them, and that
-what is bad or gone is not offered again.
+"""Reading chunks' records from segments into arena slots: which reads that takes, what became of them, and that what is
+bad or gone is not offered again.
 
-All of it may wait for the storage or for the index, so it runs on threads of the pool, but for `is_clean`."""
+All of it may wait for the storage or for the index, so it runs on threads of the pool, but for `states`."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier.codecs.base import slab_bytes
-from kvtier.errors import Corrupt, IndexUnavailable
+from kvtier.errors import Corrupt, IndexUnavailable, KVTierError, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES, Extent
-from kvtier.format.record import tags_in
+from kvtier.format.record import part_of, tags_in
 from kvtier.index import entry as entries
 from kvtier.index.base import Location
-from kvtier.io.engines import Reads
+from kvtier.io.base import Reader, Reads
 from kvtier.io.ring import AlignedBuffer, ReadOp
 from kvtier.maintenance.record_check import Rechecks
 from kvtier.plan import LoadChunk
@@ -38,8 +39,7 @@ class SegmentGone(FetchFailed):
     """The file, or its end, is not there any more, so nothing in it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileReads:
+class FileReads(NamedTuple):
     """The reads of one chunk, a run of slabs of a record each, on their way into a slot since `begun_s`. In a signed
     namespace as many header pages are read behind them."""
 
@@ -50,7 +50,38 @@ class FileReads:
     batch: Reads
     begun_s: float
     pages: AlignedBuffer | None
-    is_reread: bool = False  # the segments were opened for these reads
+    is_reread: bool  # the segments were opened for these reads
+
+
+class Held:
+    """Segments that are open for some chunks, and memory that their reads fill, until the last of these lets go.
+    Thread-safe."""
+
+    def __init__(self, n_chunks: int) -> None:
+        self.segments: dict[tuple[int, int], OpenSegment] = {}
+        self.pages: list[AlignedBuffer] = []
+        self._n_chunks = n_chunks
+        self._lock = threading.Lock()
+
+    def let_go(self, n_chunks: int = 1) -> None:
+        """May close files, and take long."""
+        with self._lock:
+            self._n_chunks -= n_chunks
+            if self._n_chunks:
+                return
+        with ExitStack() as segments:  # each is released, also if another one's release raises
+            for segment in self.segments.values():
+                segments.callback(segment.release)
+
+
+class _Prepared(NamedTuple):
+    """A chunk whose reads can be submitted."""
+
+    key: bytes
+    slot: int
+    sources: tuple[Source, ...]
+    ops: list[ReadOp]
+    pages: AlignedBuffer | None
 
 
 class RecordReader:
@@ -64,39 +95,81 @@ class RecordReader:
         self.rechecks = Rechecks(worker.files, worker.index, worker.metrics, worker.clock)
         self._sharing = worker.files.sharing
         self.stuck = StuckFiles(worker.timeout_s, worker.clock)
-        self._sizes: dict[Extent, int] = {}
+        self._slab_bytes: dict[Extent, int | None] = {}  # of records of this model
 
-    def begin(self, namespace: bytes, chunk: LoadChunk, slot: int, held: ExitStack, *, anew: bool = False) -> FileReads:
-        """Submits the reads; the segments stay open until `held` is closed, which is not before they have ended.
-        anew: through descriptors that are opened for this.
+    def begin(
+        self, namespace: bytes, chunks: Sequence[tuple[LoadChunk, int]], held: Held, *, anew: bool = False
+    ) -> list[FileReads | Exception]:
+        """Submit the reads of chunks into their slots, in order up to the first that fails; return what became of each
+        up to that one. The segments stay open until `held` is let go of, which is not before the reads have ended.
+        anew: through descriptors that are opened for this."""
+        begun_s, failed, prepared = self._worker.clock(), list[FileReads | Exception](), list[_Prepared]()
+        try:
+            self._worker.files(namespace)  # first: of a namespace that is not this worker's nothing is judged
+            for chunk, slot in chunks:
+                prepared.append(self._prepare(namespace, chunk, slot, held, anew))
+        except (FetchFailed, KVTierError, OSError) as failure:
+            failed = [failure]
+        if not prepared:
+            return [*failed]
+        try:
+            batches = self._engine.submit_each([each.ops for each in prepared])
+        except TierUnavailable as failure:
+            return [failure]
+        reads: list[FileReads | Exception] = []
+        for (key, slot, sources, _, pages), batch in zip(prepared, batches, strict=False):
+            reads.append(FileReads(namespace, key, slot, sources, batch, begun_s, pages, anew))
+        return reads + failed if len(reads) == len(prepared) else reads  # else the queue was full
 
-        Raises FetchFailed, Corrupt, TierUnavailable; `held` is to be closed all the same.
-        """
-        begun_s = self._worker.clock()
-        self.refuse_stuck(chunk)
-        self._worker.files(namespace)  # first: of a namespace that is not this worker's nothing is judged
-        located = entries.unpack(chunk.entry)
+    def _prepare(self, namespace: bytes, chunk: LoadChunk, slot: int, held: Held, anew: bool) -> _Prepared:
+        """Raises FetchFailed, Corrupt, TierUnavailable."""
+        if self.stuck.has_any:
+            self.refuse_stuck(chunk)
+        located, _ = entries.parse(chunk.entry)
         for location in located:
-            wanted_bytes = self._slab_bytes(location.extent)
-            if location.slab_bytes != wanted_bytes:
-                self.retract(chunk.key, location)
-                is_of_model = wanted_bytes is not None
-                what = f"slabs of {location.slab_bytes} bytes" if is_of_model else str(location.extent)
-                whose = "codec" if is_of_model else "model"
-                raise FetchFailed(f"{place_of(location)}: {what}: not of this {whose}")
+            if self._slab_bytes.get(location.extent) != location.slab_bytes:
+                self._check_form(chunk.key, location)
         sources = sources_of(located, self._worker.share.reads, self.arena.slot_bytes)
         if sources is None:
             self._retract_all(chunk, located)
             raise FetchFailed("its records do not make up this rank's share")
-        segments = [self._open(namespace, chunk.key, source.location, held, anew) for source in sources]
-        ops = [self._op(chunk.key, slot, part, segment) for part, segment in zip(sources, segments, strict=True)]
-        engine, pages = self._worker.io.reader, None
-        if self._signer is not None:
-            engine = self._worker.io.ring
-            pages = AlignedBuffer(len(sources) * PAGE_BYTES)
-            held.callback(pages.view.release)  # late bytes may land there until then
-            ops += _page_ops(chunk.key, sources, segments, pages.address)
-        return FileReads(namespace, chunk.key, slot, sources, engine.submit(ops), begun_s, pages, anew)
+        ops, opened = list[ReadOp](), list[tuple[OpenSegment, int]]()
+        for source in sources:
+            location = source.location
+            name = location.set_id, part_of(location.set_id, location.rank, location.slot)
+            segment = held.segments.get(name) or self._open(namespace, chunk.key, location, held, anew)
+            offset = segment.header.offset_of(location.slot, location.extent, location.slab_bytes)
+            if offset is None:
+                self.retract(chunk.key, location)
+                raise FetchFailed(f"{place_of(location)}: that segment has no such records")
+            opened.append((segment, offset))
+            ops.append(self._op(chunk.key, slot, source, segment, offset))
+        if self._signer is None:
+            return _Prepared(chunk.key, slot, sources, ops, None)
+        pages = AlignedBuffer(len(sources) * PAGE_BYTES)
+        held.pages.append(pages)
+        for number, (segment, offset) in enumerate(opened):
+            address = pages.address + number * PAGE_BYTES
+            ops.append(ReadOp(segment.fd, offset, address, PAGE_BYTES, 1, chunk.key, 0, 0, None))
+        return _Prepared(chunk.key, slot, sources, ops, pages)
+
+    def _check_form(self, key: bytes, location: Location) -> None:
+        """Raise FetchFailed if records of this extent and slab size are not of this model."""
+        extent, geometry = location.extent, self._worker.geometry
+        is_of_model = geometry.whole.contains(extent)
+        self._slab_bytes[extent] = slab_bytes(self._worker.codec, geometry, extent) if is_of_model else None
+        if self._slab_bytes[extent] != location.slab_bytes:
+            self.retract(key, location)
+            what = f"slabs of {location.slab_bytes} bytes" if is_of_model else str(extent)
+            raise FetchFailed(f"{place_of(location)}: {what}: not of this {'codec' if is_of_model else 'model'}")
+
+    @property
+    def _engine(self) -> Reader:
+        return self._worker.io.reader if self._signer is None else self._worker.io.ring
+
+    def states(self, reads: Iterable[FileReads]) -> Sequence[int]:
+        """Return the state of each: see `ring.Ring.states`. What is signed is `judge`d even where that is CLEAN."""
+        return self._engine.states([each.batch for each in reads])
 
     def refuse_stuck(self, chunk: LoadChunk) -> None:
         """Raise FetchFailed if a segment of the chunk does not answer."""
@@ -108,10 +181,6 @@ class RecordReader:
     def signs(self) -> bool:
         """Return True if records are signed, so that `judge` has to look at each chunk."""
         return self._signer is not None
-
-    def is_clean(self, reads: FileReads) -> bool:
-        """Return True if nothing of reads that have ended is left to `judge`."""
-        return self._signer is None and reads.batch.is_clean()
 
     def note_slow(self, reads: FileReads) -> None:
         """Note that reads have not ended by their load's deadline."""
@@ -199,23 +268,21 @@ class RecordReader:
         except IndexUnavailable:
             self._worker.metrics.add(names.INDEX_ERRORS)
 
-    def _open(self, namespace: bytes, key: bytes, location: Location, held: ExitStack, anew: bool) -> OpenSegment:
-        with self.stuck.opening((location.set_id, location.part)):
+    def _open(self, namespace: bytes, key: bytes, location: Location, held: Held, anew: bool) -> OpenSegment:
+        name = location.set_id, location.part
+        with self.stuck.opening(name):
             segment = self._lease(namespace, key, location, anew)
         if segment is None:
-            name = segment_name(location.set_id, location.part)
+            file = segment_name(*name)
             if self._sharing.may_be_away and self._known_sets({location.set_id}):
                 self._worker.metrics.add(names.AWAY_CHUNKS)
-                raise FetchFailed(f"{name}: it is missing, and the index has its set; is part of the storage down?")
+                raise FetchFailed(f"{file}: it is missing, and the index has its set; is part of the storage down?")
             self.retract(key, location)
             self._worker.metrics.add(names.GONE_CHUNKS)
-            raise SegmentGone(f"{name}: it is gone")
-        held.callback(segment.release)
+            raise SegmentGone(f"{file}: it is gone")
+        held.segments[name] = segment
         if anew:
             self._worker.io.reopen(segment.fd)
-        if not segment.header.has_slot(location.slot, location.extent, location.slab_bytes):
-            self.retract(key, location)
-            raise FetchFailed(f"{place_of(location)}: that segment has no such records")
         return segment
 
     def _lease(self, namespace: bytes, key: bytes, location: Location, anew: bool) -> OpenSegment | None:
@@ -234,20 +301,20 @@ class RecordReader:
             self.rechecks.add(namespace, key, location)
             raise FetchFailed(f"{fault}; it is kept for now, for it may be seen too early") from fault
 
-    def _op(self, key: bytes, slot: int, source: Source, segment: OpenSegment) -> ReadOp:
-        arena = self.arena
+    def _op(self, key: bytes, slot: int, source: Source, segment: OpenSegment, offset: int) -> ReadOp:
+        """offset: of the record in the segment."""
+        arena, (_, first_slab, n_bytes_a_slab, _, slot_offset, patch) = self.arena, source.cut
         # Bytes that go to a device are summed there, so that the way to it is covered too.
-        checksums = None if arena.is_device else source.checksums
         return ReadOp(
             segment.fd,
-            source.file_offset,
-            arena.address(slot) + source.slot_offset,
-            source.slab_bytes,
-            source.wanted.n_heads,
+            offset + PAGE_BYTES + first_slab * n_bytes_a_slab,
+            arena.address(slot) + slot_offset,
+            n_bytes_a_slab,
+            patch.n_heads,
             key,
-            source.wanted.first_head,
+            source.cut.wanted.first_head,
             source.location.extent.first_layer,
-            checksums,
+            None if arena.is_device else source.checksums,
             arena.is_device,
         )
 
@@ -267,19 +334,12 @@ class RecordReader:
     def _is_ours(self, reads: FileReads, number: int, source: Source) -> bool:
         """Return True if the writer of these slabs had the secret and meant them for this place in model and prompt."""
         assert self._signer is not None and reads.pages is not None
-        e, wanted = source.location.extent, source.wanted
+        e, wanted, first_slab = source.location.extent, source.cut.wanted, source.cut.first_slab
         page = bytes(reads.pages.view[number * PAGE_BYTES : (number + 1) * PAGE_BYTES])
-        tags = tags_in(page, e.n_heads)[source.first_slab : source.first_slab + wanted.n_heads]
+        tags = tags_in(page, e.n_heads)[first_slab : first_slab + wanted.n_heads]
         extent = Extent(e.first_layer, e.n_layers, wanted.first_head, wanted.n_heads)
-        slabs = self.arena.slabs(reads.slot, source.slot_offset, wanted.n_heads, source.slab_bytes)
+        slabs = self.arena.slabs(reads.slot, source.cut.slot_offset, wanted.n_heads, source.cut.slab_bytes)
         return not self._signer.bad_slabs(reads.namespace, reads.key, extent, slabs.numpy(), tags)
-
-    def _slab_bytes(self, extent: Extent) -> int | None:
-        """Return the bytes of a slab of records of this extent; None where it is outside of this model."""
-        known = self._sizes.get(extent)
-        if known is None and self._worker.geometry.whole.contains(extent):
-            known = self._sizes[extent] = slab_bytes(self._worker.codec, self._worker.geometry, extent)
-        return known
 
 
 def _names(locations: Iterable[Location]) -> set[tuple[int, int]]:
@@ -289,9 +349,3 @@ def _names(locations: Iterable[Location]) -> set[tuple[int, int]]:
 def place_of(location: Location) -> str:
     """For messages."""
     return f"slot {location.slot} of {segment_name(location.set_id, location.part)}"
-
-
-def _page_ops(key: bytes, sources: Sequence[Source], segments: Sequence[OpenSegment], address: int) -> Iterator[ReadOp]:
-    """Reads of the records' header pages, one behind the other."""
-    for number, (source, segment) in enumerate(zip(sources, segments, strict=True)):
-        yield ReadOp(segment.fd, source.header_offset, address + number * PAGE_BYTES, PAGE_BYTES, 1, key, 0, 0, None)

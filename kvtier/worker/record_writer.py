@@ -20,7 +20,7 @@ import torch
 from kvtier.errors import Corrupt, IndexUnavailable, KVTierError, TierUnavailable
 from kvtier.format.record import RecordHeader, part_of, record_bytes
 from kvtier.index.base import Location, NewRecord
-from kvtier.io.engines import Reads
+from kvtier.io.base import Reads
 from kvtier.io.ring import FlushOp, OpResult, WriteOp
 from kvtier.plan import SaveChunk, SaveOutcome, SavePlan
 from kvtier.runtime import metrics as names
@@ -134,14 +134,13 @@ class RecordWriter:
         late_s = now_s - OPEN_GRACE_S
         return any(batch.state is SaveState.OPENING and batch.deadline_s < late_s for batch in list(self._batches))
 
-    def under_way(self) -> Reads | None:
-        """Return the writes or flushes that were begun first."""
-        return next((batch.io for batch in self._batches if batch.io is not None), None)
-
-    def queued_bytes(self) -> int:
-        """Return the bytes of all writes that are under way."""
-        writing = self._in_state(SaveState.WRITING)
-        return sum(len(batch.staged) for batch in writing) * self._worker.arena.slot_bytes
+    def under_way(self) -> tuple[Reads | None, int]:
+        """Return the writes or flushes that were begun first, and the bytes of all writes that are under way."""
+        first, n_chunks = None, 0
+        for batch in self._batches:
+            first = first or batch.io
+            n_chunks += len(batch.staged) if batch.state is SaveState.WRITING else 0
+        return first, n_chunks * self._worker.arena.slot_bytes
 
     def turn(self) -> bool:
         """Take every batch as far as it goes now. Return False if nothing changed."""

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 from kvtier.arena.admission import Admissions
 from kvtier.codecs.base import Encoded
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.io.engines import Reads
 from kvtier.kernels.paged import Move, Patch, SlabRun
 from kvtier.plan import SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.runtime import metrics as names
@@ -37,8 +36,8 @@ from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.runtime.threads import Jobs
 from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import Mark
-from kvtier.worker.loop import TransferLoop
-from kvtier.worker.read_plan import Source
+from kvtier.worker.loop import Pending, TransferLoop
+from kvtier.worker.read_plan import sources_of
 from kvtier.worker.record_writer import RecordWriter, Staged
 
 COPIED_TOGETHER = 16  # chunks that are copied into the host arena behind one mark
@@ -198,17 +197,12 @@ class Saver:
         has_moved = self._copy_down()
         return self.writer.turn() or has_moved
 
-    def is_polled(self) -> bool:
-        """Return True while I/O is under way, or a slot of the host arena is lacking, which others may give back."""
-        return bool(self._to_copy) or self.under_way() is not None
-
-    def under_way(self) -> Reads | None:
-        """Return the writes or flushes that were begun first."""
-        return self.writer.under_way()
-
-    def queued_bytes(self) -> int:
-        """Return the bytes of all writes that are under way."""
-        return self.writer.queued_bytes()
+    def pending(self) -> Pending:
+        """Return the I/O that is under way. Chunks are polled too that lack a slot of the host arena, which others may
+        give back."""
+        if not self._staged:
+            return Pending()
+        return Pending(*self.writer.under_way(), is_polled=bool(self._to_copy))
 
     def _take(self, gathered: Any) -> None:
         self._staged.update(dict.fromkeys(gathered.staged))
@@ -319,7 +313,7 @@ class Saver:
         for item in staged:
             del self._staged[item]
             key, at = item.chunk.key, item.location
-            sources = () if at is None else (Source(at, at.extent, PAGE_BYTES),)
+            sources = () if at is None else sources_of((at,), at.extent, arena.slot_bytes) or ()
             if item.above >= 0:
                 self._n_held -= not item.is_above
                 arena.commit(item.above, key, sources) if is_saved else arena.discard(item.above)

@@ -31,68 +31,69 @@ class TaskPool:
         self._still_s = min(STILL_S, timeout_s / 4)
         self._tell = ended
         self._lock = threading.Lock()
-        self._tasks: deque[tuple[Callable[[], object], Then | None]] = deque()
+        self.tasks: deque[tuple[Callable[[], object], Then | None]] = deque()
         self._runners: dict[object, float] = {}  # jobs that run tasks until there are none -> when their task began
-        self._n_still = 0  # runners whose tasks may hang
+        self.n_still = 0  # runners whose tasks may hang
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._tasks or self._runners)
+        return bool(self.tasks or self._runners)
 
-    def has_still(self) -> bool:
-        """Return True if a task may hang."""
+    def is_due(self, now_s: float) -> bool:
+        """Return True if a task may hang. Called on any thread."""
         with self._lock:
             return self._count_still() > 0
 
     def add(self, work: Callable[[], object], then: Then | None = None) -> None:
         """Run `work` on a thread of the pool, and then have `then` called with its result or its exception."""
         with self._lock:
-            self._tasks.append((work, then))
+            self.tasks.append((work, then))
         self.staff()
 
     def staff(self) -> None:
         """Have as many runners as the pool is wide, beside those whose tasks may hang."""
-        if not self._tasks and not self._n_still:
+        if not self.tasks and not self.n_still:
             return
         dropped: list[Then | None] = []
         with self._lock:
             n_still = self._count_still()
-            if n_still != self._n_still:
-                self._n_still = n_still
+            if n_still != self.n_still:
+                self.n_still = n_still
                 self._jobs.widen(n_still)
-            if not self._tasks or len(self._runners) - n_still >= self._jobs.threads:
+            if not self.tasks or len(self._runners) - n_still >= self._jobs.threads:
                 return
             runner = object()
             self._runners[runner] = self._clock()
             if not self._jobs.submit(partial(self._run, runner)):
                 del self._runners[runner]
                 if not self._runners:
-                    dropped = [then for _, then in self._tasks]
-                    self._tasks.clear()
+                    dropped = [then for _, then in self.tasks]
+                    self.tasks.clear()
         for then in dropped:
             self._end(then, TierUnavailable("the worker is closed"))
 
     def _count_still(self) -> int:
-        if not self._runners:
-            return 0
         still_s = self._clock() - self._still_s
+        if min(self._runners.values(), default=still_s) >= still_s:
+            return 0
         return sum(since_s < still_s for since_s in self._runners.values())
 
     def _run(self, runner: object) -> None:
         """Run tasks until there are none: a job of the pool."""
         while True:
             with self._lock:
-                if not self._tasks:
+                if not self.tasks:
                     del self._runners[runner]
                     return
-                work, then = self._tasks.popleft()
+                work, then = self.tasks.popleft()
                 self._runners[runner] = self._clock()
-            result: object = TierUnavailable("a fault of kvtier's own")
+            result: object = None
             try:
                 result = work()
             except (FetchFailed, KVTierError, OSError) as fault:
                 result = fault
             except BaseException:
+                result = TierUnavailable("a fault of kvtier's own")
                 with self._lock:
                     del self._runners[runner]
                 raise

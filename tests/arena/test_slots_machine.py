@@ -43,6 +43,26 @@ class SlotsMachine(RuleBasedStateMachine):
         self.n_slots += more
         self.table.grow(self.n_slots)
 
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=5, unique=True), target=reserved)
+    def claim(self, keys: list[bytes]) -> object:
+        was_full = len(self.filling) + len(self.in_use) == self.n_slots
+        claimed = self.table.claim(keys)
+        if len(claimed) < len(keys):
+            in_use = self.filling | self.in_use.keys() | {slot for slot, _ in claimed}
+            assert len(in_use) == self.n_slots, "refused although a slot was free"
+        assert not was_full or all(content is not None for _, content in claimed)
+        slots = []
+        for key, (slot, content) in zip(keys, claimed, strict=False):
+            if content is not None:
+                assert (slot, content) == self.cached[key], "another chunk's slot was given (I2)"
+                self.table.release([(slot, key)])
+                continue
+            assert slot not in self.filling and slot not in self.in_use, "a slot was given out twice"
+            self.filling.add(slot)
+            self.cached = {other: place for other, place in self.cached.items() if place[0] != slot}
+            slots.append(slot)
+        return multiple(*slots)
+
     @rule(slot=consumes(reserved), key=st.sampled_from(KEYS))
     def commit(self, slot: int, key: bytes) -> None:
         self.serial += 1
@@ -54,12 +74,12 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @rule(slot=consumes(reserved))
     def discard(self, slot: int) -> None:
-        self.table.discard(slot)
+        self.table.discard([slot])
         self.filling.remove(slot)
 
     @rule(target=leases, key=st.sampled_from(KEYS))
     def lease(self, key: bytes) -> object:
-        found = self.table.lease(key)
+        (found,) = self.table.lease([key])
         assert (found is not None) == (key in self.cached)
         if found is None:
             return multiple()
@@ -70,7 +90,7 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule(lease=consumes(leases))
     def release(self, lease: tuple[int, bytes]) -> None:
         slot, key = lease
-        self.table.release(slot, key)
+        self.table.release([(slot, key)])
         self.in_use[slot] -= 1
         if not self.in_use[slot]:
             del self.in_use[slot]

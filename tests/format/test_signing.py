@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,13 +124,14 @@ def test_what_goes_bad_on_the_way_up_is_read_again(tmp_path: Path, monkeypatch: 
         engine.lay_over(admit="never")
         made.append(engine)
         walks.save(engine)
-        copy, copies = engine.order.begin_copy, []
+        copy, copies = engine.order.begin_copies, []
 
-        def bad_once(target: torch.Tensor, source: torch.Tensor) -> Mark:
-            copies.append(None)
-            return copy(target, torch.zeros_like(source) if len(copies) == 1 else source)
+        def bad_once(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+            copies.extend(pairs)
+            ((target, source),) = pairs
+            return copy([(target, torch.zeros_like(source) if len(copies) == 1 else source)])
 
-        monkeypatch.setattr(engine.order, "begin_copy", bad_once)
+        monkeypatch.setattr(engine.order, "begin_copies", bad_once)
         assert walks.load(engine).failed_blocks == frozenset()
         assert len(copies) == 6 and walks.is_equal(engine.blocks(walks.TARGET), walks.expected(engine))
 

@@ -171,7 +171,7 @@ def test_a_copy_that_went_bad_in_the_hbm_arena_is_read_again(tmp_path: Path, eng
     save_late(engine)
     arena, key = engine.transfers[0]._worker.arena, engine.keys(TOKENS)[2]
     slot, sources = arena.lease(key)  # type: ignore[misc]
-    arena.slabs(slot, sources[0].slot_offset, 4, sources[0].slab_bytes)[1, 99] ^= 1
+    arena.slabs(slot, sources[0].cut.slot_offset, 4, sources[0].cut.slab_bytes)[1, 99] ^= 1
     arena.release(slot, key)
     torch.cuda.synchronize()
     assert load_behind(engine) == (5, frozenset())

@@ -18,9 +18,10 @@ import pytest
 from kvtier.errors import TierUnavailable
 from kvtier.io import calibrate as measuring
 from kvtier.io import calibration as kept
+from kvtier.io.base import Reads
 from kvtier.io.calibrate import LEFT_OVER_S, PREFIX, Makers, calibrate, sweep
 from kvtier.io.calibration import Ask, Calibration, calibrated
-from kvtier.io.engines import EngineChoice, Reads, Target
+from kvtier.io.engines import EngineChoice, Target
 from kvtier.io.ring import AlignedBuffer, FlushOp, OpResult, ReadOp, WriteOp
 from kvtier.storage.filesystem import FileSystem
 
@@ -104,9 +105,6 @@ class FakeReads:
         return True
 
     def cancel(self) -> None: ...
-
-    def is_clean(self) -> bool:
-        return all(result.ok for result in self.results())
 
     def results(self) -> list[OpResult]:
         return [OpResult(self.error, (), (0,))]

@@ -49,10 +49,10 @@ def test_sources_give_every_cell_once(parts: list[Extent], held: Extent) -> None
     if sources is None:
         assert not covers(parts, held)
         return
-    taken = [cells(source.wanted) for source in sources]
+    taken = [cells(source.cut.wanted) for source in sources]
     assert set().union(*taken) == cells(held) and sum(map(len, taken)) == len(cells(held))
-    assert all(source.location.extent.contains(source.wanted) for source in sources)
-    ranges = sorted((source.slot_offset, source.slot_offset + source.n_bytes) for source in sources)
+    assert all(source.location.extent.contains(source.cut.wanted) for source in sources)
+    ranges = sorted((cut.slot_offset, cut.slot_offset + cut.n_bytes) for _, cut, _ in sources)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges)), "reads overlap in the slot"
     assert sources_of(locations, held, slot_bytes=4096) is None, "a slot that is too small is a miss, not an overrun"
 

@@ -81,8 +81,7 @@ def what_is_read_is_not_verified(original: Any, reader: RecordReader, *args: Any
 
 @planted(ChunkLoader, "verify", "damage", first_seed=9)
 def what_lies_in_an_arena_is_not_verified(original: Any, chunks: ChunkLoader, fetches: Sequence[Fetch]) -> None:
-    for fetch in fetches:
-        fetch.state = State.VERIFIED
+    chunks.move(fetches, State.VERIFIED)
 
 
 @planted(tracked_request, "chunk_keys", "calm")
@@ -245,23 +244,22 @@ def nobody_wakes_the_loop_for_a_load_that_hangs(original: Any, loop: TransferLoo
     return None
 
 
-@planted(ChunkLoader, "read_ended", "calm")
-def a_completion_is_lost(original: Any, chunks: ChunkLoader, fetch: Fetch) -> None:
-    if fetch.chunk.key[0] % 4:
-        original(chunks, fetch)
-    else:
-        fetch.state = State.JUDGING
+@planted(ChunkLoader, "arrived", "calm")
+def a_completion_is_lost(original: Any, chunks: ChunkLoader, fetches: Sequence[Fetch]) -> None:
+    lost = [fetch for fetch in fetches if not fetch.chunk.key[0] % 4]
+    chunks.move(lost, State.JUDGING)
+    original(chunks, [fetch for fetch in fetches if fetch not in lost])
 
 
 @planted(ChunkLoader, "leave", "calm")
-def a_slot_is_freed_twice(original: Any, chunks: ChunkLoader, fetch: Fetch) -> None:
-    slot = fetch.slot
-    original(chunks, fetch)
-    chunks._worker.arena.discard(slot)
+def a_slot_is_freed_twice(original: Any, chunks: ChunkLoader, fetches: Sequence[Fetch]) -> None:
+    slots = [fetch.slot for fetch in fetches]
+    original(chunks, fetches)
+    chunks._worker.arena.discard(*slots)
 
 
 @planted(ChunkLoader, "leave", "calm")
-def a_slot_is_never_freed(original: Any, chunks: ChunkLoader, fetch: Fetch) -> None:
+def a_slot_is_never_freed(original: Any, chunks: ChunkLoader, fetches: Sequence[Fetch]) -> None:
     return None
 
 

@@ -155,7 +155,7 @@ class EngineProcess:
             return False
         cached = rng.choice(idle)
         source = rng.choice(cached.content)
-        at = source.slot_offset - PAGE_BYTES + rng.randrange(source.n_bytes)
+        at = source.cut.slot_offset - PAGE_BYTES + rng.randrange(source.cut.n_bytes)
         arena.record(cached.slot, arena.slot_bytes - PAGE_BYTES)[at] ^= 1 << rng.randrange(8)
         return True
 

@@ -37,6 +37,7 @@ import kvtier.storage.stuck_files
 import kvtier.worker.context
 import kvtier.worker.loads
 import kvtier.worker.loop
+import kvtier.worker.record_reader
 import kvtier.worker.task_pool
 import kvtier.worker.transfer
 from kvtier.eviction.limits import UNLIMITED, Rules
@@ -61,6 +62,7 @@ THREADED = (
     kvtier.maintenance.record_check,
     kvtier.scheduler.segment_allocator,
     kvtier.storage.stuck_files,
+    kvtier.worker.record_reader,
     kvtier.arena.arena,
     kvtier.storage.open_segments,
     kvtier.storage.segments,
@@ -73,7 +75,6 @@ TIMED = (
     kvtier.storage.atomic_files,
     kvtier.storage.open_segments,
     kvtier.storage.safe_open,
-    kvtier.arena.arena,
     kvtier.worker.transfer,
 )
 TICKING = (

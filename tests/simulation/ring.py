@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import RecordHeader, is_blank
+from kvtier.io.base import Reader
 from kvtier.io.native import slab_checksums
 from kvtier.io.ring import FlushOp, OpResult, ReadOp, WriteOp
 from tests.simulation.disk import Disk
@@ -60,15 +61,12 @@ class SimBatch:
             if not has_begun and self.found[number] is None:
                 self.end(number, CANCELLED)
 
-    def is_clean(self) -> bool:
-        return all(result.ok for result in self.results())
-
     def results(self) -> list[OpResult]:
         assert not self.n_left
         return [result for result in self.found if result is not None]
 
 
-class SimRing:
+class SimRing(Reader):
     """See `kvtier.io.ring.Ring`. An operation is done in one moment, somewhere between when it was submitted and when
     it is over: what its memory holds then is what counts."""
 

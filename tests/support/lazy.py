@@ -17,7 +17,8 @@ import torch
 from kvtier.arena.admission import Admission, Admissions
 from kvtier.arena.arena import Arena
 from kvtier.config.settings import Admit
-from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring, WriteOp
+from kvtier.io.base import Reader
+from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import Move, PagedKV, SlabRun
 from kvtier.runtime.threads import ThreadJobs
@@ -122,8 +123,10 @@ class LazyOrder:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.launch(lambda: target.copy_(source))
 
-    def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
-        return Mark(Stream([lambda: target.copy_(source)], is_copy=True), 1)
+    def begin_copies(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+        mark = self.begin_copies_down(pairs)
+        mark.stream.is_copy = True
+        return mark
 
     def begin_copies_down(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
         stream = self._own.stream = Stream()
@@ -158,20 +161,20 @@ class LazyCodec:
         self._order.launch(lambda: self._inner.decode(pages, moves))
 
 
-class StagingArena(Arena[Any]):
-    is_device = True  # type: ignore[assignment]
-
-
-class DeviceReads:
+class DeviceReads(Reader):
     """The ring, taking reads for the device to where that is kept here."""
 
     def __init__(self, inner: Ring) -> None:
         self._inner = inner
 
-    def submit(self, ops: Sequence[ReadOp | WriteOp]) -> Batch:
-        return self._inner.submit(
-            [op._replace(on_device=False) if isinstance(op, ReadOp) and op.on_device else op for op in ops]
-        )
+    def submit(self, ops: Sequence[ReadOp]) -> Batch:
+        return self.submit_each([ops])[0]
+
+    def submit_each(self, batches: Sequence[Sequence[ReadOp]]) -> list[Batch]:
+        return self._inner.submit_each([[op._replace(on_device=False) for op in ops] for ops in batches])
+
+    def states(self, batches: Sequence[Batch]) -> bytes:
+        return self._inner.states(batches)
 
     def close(self, timeout_s: float = 1.0) -> bool:
         return self._inner.close(timeout_s)
@@ -195,7 +198,8 @@ class LazyEngine(Engine):
         slot_bytes = worker.arena.slot_bytes
         self.order = LazyOrder(out or Left())
         staging = torch.frombuffer(AlignedBuffer((staging_slots + hbm_slots) * slot_bytes).view, dtype=torch.uint8)
-        self.staging = StagingArena(staging, slot_bytes)
+        self.staging: Arena[Any] = Arena(staging, slot_bytes)
+        self.staging.is_device = True
         self.host = worker.arena
         self.worker = replace(
             worker,

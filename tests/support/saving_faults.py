@@ -37,9 +37,6 @@ class LateWrites(LateReads):
             self._is_cut_off = True
             return True
 
-    def is_clean(self) -> bool:
-        return all(result.ok for result in self.results())
-
     def results(self) -> list[OpResult]:
         if self._is_cut_off:
             return [OpResult(errno.ECANCELED, (), ()) for _ in self._ops]

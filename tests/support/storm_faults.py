@@ -19,7 +19,7 @@ from kvtier.errors import Corrupt, IndexUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import SegmentHeader
 from kvtier.index.base import Index
-from kvtier.io.engines import Reader, Reads
+from kvtier.io.base import Reader, Reads
 from kvtier.io.ring import OpResult, ReadOp
 from kvtier.storage.segments import SegmentFiles
 from kvtier.worker.context import ChunkArena, WorkerContext
@@ -52,9 +52,6 @@ class LateReads:
     def cancel(self) -> None:
         """Too late."""
 
-    def is_clean(self) -> bool:
-        return all(result.ok for result in self.results())
-
     def results(self) -> list[OpResult]:
         assert self._inner is not None
         results = self._inner.results()
@@ -63,7 +60,7 @@ class LateReads:
         return results
 
 
-class StormyReader:
+class StormyReader(Reader):
     """A reader of which some reads are slow, a few take longer than a load may, and some end with EIO.
 
     broken: what was seen of memory that was given to somebody while late bytes may land in it (I10).
@@ -140,14 +137,15 @@ def lose_answers(index: Index, reader: StormyReader) -> None:
 
 def watch_copies(worker: WorkerContext, reader: StormyReader) -> None:
     """Copies from the host arena land in the same slots as reads."""
-    order, begin_copy = worker.order, worker.order.begin_copy
+    order, begin_copies = worker.order, worker.order.begin_copies
 
-    def watched(target: torch.Tensor, source: torch.Tensor) -> Mark:
-        mark = begin_copy(target, source)
-        reader.note_copy(target.data_ptr(), partial(order.is_done, mark))
+    def watched(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+        mark = begin_copies(pairs)
+        for target, _ in pairs:
+            reader.note_copy(target.data_ptr(), partial(order.is_done, mark))
         return mark
 
-    order.begin_copy = watched  # type: ignore[method-assign]
+    order.begin_copies = watched  # type: ignore[method-assign]
 
 
 def flip_in_memory(arena: ChunkArena, rng: random.Random) -> bool:
@@ -159,7 +157,7 @@ def flip_in_memory(arena: ChunkArena, rng: random.Random) -> bool:
         entry = rng.choice(idle)
         source = rng.choice(entry.content)
         arena.record(entry.slot, arena.slot_bytes - PAGE_BYTES)[
-            source.slot_offset - PAGE_BYTES + rng.randrange(source.n_bytes)
+            source.cut.slot_offset - PAGE_BYTES + rng.randrange(source.cut.n_bytes)
         ] ^= 1 << rng.randrange(8)
         return True
 

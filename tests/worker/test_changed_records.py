@@ -14,7 +14,8 @@ import torch
 
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import SegmentHeader
-from kvtier.io.engines import Engines, Reader, Reads
+from kvtier.io.base import Reader, Reads
+from kvtier.io.engines import Engines
 from kvtier.io.ring import ReadOp
 from kvtier.plan import LoadDone
 from kvtier.storage import open_segments
@@ -76,7 +77,7 @@ def holds_what_another_held(path: Path, newer: Path) -> None:
     spare.replace(path)
 
 
-class FailingReader:
+class FailingReader(Reader):
     """The kernel answers reads of one chunk with EIO: they go to unmapped memory of this process, as a file."""
 
     def __init__(self, inner: Reader, key: bytes) -> None:

@@ -76,7 +76,7 @@ def test_a_copy_that_went_bad_in_host_memory_is_read_again(tmp_path: Path, engin
     save(engine)
     key = engine.keys(TOKENS)[2]
     slot, sources = engine.host.lease(key)  # type: ignore[misc]
-    engine.host.slabs(slot, sources[0].slot_offset, 4, sources[0].slab_bytes)[1, 99] ^= 1
+    engine.host.slabs(slot, sources[0].cut.slot_offset, 4, sources[0].cut.slab_bytes)[1, 99] ^= 1
     engine.host.release(slot, key)
     assert load(engine).failed_blocks == frozenset()
     assert is_equal(engine.blocks(TARGET), expected(engine))
@@ -146,7 +146,7 @@ def test_a_late_load_is_not_answered_while_its_chunks_still_move(tmp_path: Path,
     (transfer,), worker, now_s = engine.transfers, engine.worker, engine.worker.clock()
     loop = transfer._loop
     while not any(load.n_scattered for load in transfer._loader._loads):
-        loop.turn() or loop._pause()
+        loop.turn() or loop._pause(None)
     object.__setattr__(worker, "clock", lambda: now_s + worker.timeout_s + 1)
     object.__setattr__(engine.order, "is_done", lambda mark: False)
     for _ in range(3):
@@ -177,5 +177,5 @@ def test_on_the_host_nothing_is_pending() -> None:
     target, source = torch.zeros(8), torch.arange(8.0)
     order.wait(order.begin_copies_down([(target, source)]))
     assert torch.equal(target, source)
-    order.wait(order.begin_copy(target, source + 1))
+    order.wait(order.begin_copies([(target, source + 1)]))
     assert torch.equal(target, source + 1)

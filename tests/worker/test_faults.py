@@ -272,7 +272,7 @@ def test_bytes_that_go_bad_in_host_memory_are_read_again_from_the_file(tmp_path:
     engine.save(TOKENS, BLOCKS)
     arena = engine.transfers[0]._worker.arena
     slot, sources = arena.lease(engine.keys(TOKENS)[1])  # type: ignore[misc]
-    arena.slabs(slot, sources[0].slot_offset, 4, sources[0].slab_bytes)[2, 777] ^= 1
+    arena.slabs(slot, sources[0].cut.slot_offset, 4, sources[0].cut.slab_bytes)[2, 777] ^= 1
     arena.release(slot, engine.keys(TOKENS)[1])
     _, (answer,) = engine.load(TOKENS, TARGET)
     assert answer.failed_blocks == frozenset()
@@ -353,14 +353,15 @@ def test_writes_that_had_ended_at_a_fault_of_the_loop_keep_it_from_nothing(
     broken = iter([True])
 
     def fail_once(self: RecordWriter) -> bool:
-        if self.under_way() is not None and self.under_way().wait(5.0) and next(broken, False):
+        writes, _ = self.under_way()
+        if writes is not None and writes.wait(5.0) and next(broken, False):
             raise RuntimeError("a bug")
         return take_io(self)
 
     take_io = RecordWriter._take_io
     monkeypatch.setattr(RecordWriter, "_take_io", fail_once)
     assert [done.outcome for done in engine.save(TOKENS[:64], BLOCKS[:4])] == [SaveOutcome.FAILED]
-    wait_until(lambda: not saver._loop._is_running and not saver.is_polled())
+    wait_until(lambda: not saver._loop._is_running and saver.pending().reads is None)
     wait_until(lambda: saver.n_gathered == 0)
     saver.writer.disk.worked()
     assert [done.outcome for done in engine.save(TOKENS, BLOCKS)] == 5 * [SaveOutcome.SAVED]

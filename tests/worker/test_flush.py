@@ -6,6 +6,7 @@ import errno
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ class Watched:
         if ops and isinstance(ops[0], FlushOp) and self.faults:
             assert batch.wait(10.0)
             fault = OpResult(self.faults.pop(), (), ())
-            batch.results = lambda: [fault for _ in ops]  # type: ignore[method-assign]
+            return SimpleNamespace(wait=batch.wait, cancel=batch.cancel, results=lambda: [fault for _ in ops])
         return batch
 
     def publish(self, records: Sequence[NewRecord], **options: bool) -> int:

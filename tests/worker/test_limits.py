@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvtier.errors import IndexUnavailable
+from kvtier.io.base import Reader
 from kvtier.io.engines import Engines
 from kvtier.io.ring import Batch, OpResult, ReadOp, Ring, WriteOp
 from kvtier.kernels.paged import Move, PagedKV
@@ -38,14 +39,11 @@ class HungBatch:
     def cancel(self) -> None:
         """Too late: the kernel has it."""
 
-    def is_clean(self) -> bool:
-        return all(result.ok for result in self.results())
-
     def results(self) -> list[OpResult]:
         return self._inner.results()
 
 
-class HungRing:
+class HungRing(Reader):
     def __init__(self, inner: Ring) -> None:
         self._inner = inner
         self.returned = threading.Event()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kvtier.io.base import Reader
 from kvtier.io.engines import Engines
 from kvtier.io.ring import Batch, OpResult, ReadOp, Ring, WriteOp
 from kvtier.plan import LoadDone
@@ -36,14 +36,11 @@ class HeldBatch:
     def cancel(self) -> None:
         pass
 
-    def is_clean(self) -> bool:
-        return all(result.ok for result in self.results())
-
     def results(self) -> list[OpResult]:
         return self._inner.results()
 
 
-class HeldRing:
+class HeldRing(Reader):
     def __init__(self, inner: Ring) -> None:
         self._inner = inner
         self.n_reads = 0
@@ -143,7 +140,7 @@ def test_a_copy_that_went_bad_is_read_anew_once(tmp_path: Path) -> None:
     arena, key = readers.worker.arena, engine.keys(TOKENS)[1]
     leased = arena.lease(key)
     assert leased is not None
-    arena.slabs(leased[0], leased[1][0].slot_offset, 4, leased[1][0].slab_bytes)[1, 77] ^= 1
+    arena.slabs(leased[0], leased[1][0].cut.slot_offset, 4, leased[1][0].cut.slab_bytes)[1, 77] ^= 1
     arena.release(leased[0], key)
     asked = {name: readers.ask(name, 16 * number + 32) for number, name in enumerate(("first", "second"))}
     for name, blocks in asked.items():
@@ -199,14 +196,16 @@ def test_a_read_that_hangs_keeps_no_slots_from_others(tmp_path: Path, monkeypatc
     engine = Engine(tmp_path, changes={"host": {"arena_bytes": 8 << 20, "admit": "never"}, "io": {"timeout_s": 8.0}})
     transfer, ring = engine.transfers[0], engine.transfers[0]._worker.io.ring
     first_key, let_go = engine.keys(long)[0], threading.Event()
-    hanging = SimpleNamespace(close=ring.close)
 
-    def submit(ops: Sequence[ReadOp]) -> Batch | HeldBatch:
-        batch = ring.submit(ops)
-        return HeldBatch(batch, let_go) if ops[0].key == first_key else batch
+    class HangingReader(Reader):
+        def submit(self, ops: Sequence[ReadOp]) -> Batch | HeldBatch:
+            batch = ring.submit(ops)
+            return HeldBatch(batch, let_go) if ops[0].key == first_key else batch
 
-    hanging.submit = submit
-    object.__setattr__(transfer._worker, "io", Engines(hanging, ring))
+        def close(self, timeout_s: float = 1.0) -> bool:
+            return ring.close(timeout_s)
+
+    object.__setattr__(transfer._worker, "io", Engines(HangingReader(), ring))
     for name, tokens, first in (("long", long, 100), ("short", short, 200)):
         keys = engine.keys(tokens)
         blocks = list(range(first, first + len(tokens) // 16))

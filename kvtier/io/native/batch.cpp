@@ -41,4 +41,16 @@ bool Batch::is_bad(const Op& op, uint32_t position) const {
   return sum(slab) != expected_[slab];
 }
 
+bool Batch::is_any_bad(const Op& op) const {
+  for (uint32_t position = 0; position < op.spec.n_slabs; position++)
+    if (is_bad(op, position)) return true;
+  return false;
+}
+
+bool Batch::is_clean() const {
+  for (size_t i = 0; i < n_ops_; i++)
+    if (ops_[i].error.load() != 0 || is_any_bad(ops_[i])) return false;
+  return true;
+}
+
 }  // namespace kvtier

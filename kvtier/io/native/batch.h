@@ -94,6 +94,10 @@ class Batch {
 
   // True if the operation has no error and the checksum of its slab `position` is not the expected one.
   bool is_bad(const Op& op, uint32_t position) const;
+  bool is_any_bad(const Op& op) const;
+
+  // True if no operation has an error, and all checksums are the expected ones. Only when done.
+  bool is_clean() const;
 
   // Call once per operation, after its last piece has returned and its result is final.
   void op_done();

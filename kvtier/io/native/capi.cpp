@@ -95,24 +95,40 @@ EXPORT int kvtier_ring_close(kvtier_ring* ring, int64_t timeout_ns) {
   return ended;
 }
 
-// EINVAL: an operation is not whole aligned pages; ENODEV: it is for a device, and the ring has none. `expected`: one
-// checksum a slab of the batch.
-EXPORT int kvtier_submit(kvtier_ring* ring, const OpSpec* specs, size_t n_ops, const uint64_t* expected,
-                         kvtier_batch** batch) {
-  for (size_t i = 0; i < n_ops; i++) {
-    if (!is_valid(specs[i])) return EINVAL;
-    if ((specs[i].flags & kvtier::kOnDevice) != 0 && !ring->engine->has_device()) return ENODEV;
+// Starts batches, each of the next `sizes[i]` operations, in order until one is refused: gives that errno, and handles of
+// those that were started; null for the others. EINVAL: an operation is not whole aligned pages; ENODEV: it is for a
+// device, and the ring has none; then none is started. `expected`: one checksum a slab of all operations.
+EXPORT int kvtier_submit(kvtier_ring* ring, const OpSpec* specs, const uint32_t* sizes, size_t n_batches,
+                         const uint64_t* expected, kvtier_batch** batches) {
+  const OpSpec* end = specs;
+  for (size_t i = 0; i < n_batches; i++) {
+    batches[i] = nullptr;
+    end += sizes[i];
+  }
+  for (const OpSpec* spec = specs; spec < end; spec++) {
+    if (!is_valid(*spec)) return EINVAL;
+    if ((spec->flags & kvtier::kOnDevice) != 0 && !ring->engine->has_device()) return ENODEV;
   }
   try {
-    auto handle = std::make_unique<kvtier_batch>();
-    handle->engine = ring->engine;
-    handle->batch = std::make_shared<Batch>(specs, n_ops, expected);
-    const int error = ring->engine->submit(handle->batch);
-    if (error == 0) *batch = handle.release();
-    return error;
+    for (size_t i = 0; i < n_batches; i++) {
+      auto handle = std::make_unique<kvtier_batch>();
+      handle->engine = ring->engine;
+      handle->batch = std::make_shared<Batch>(specs, sizes[i], expected);
+      specs += sizes[i];
+      expected += handle->batch->slabs();
+      if (const int error = ring->engine->submit(handle->batch)) return error;
+      batches[i] = handle.release();
+    }
+    return 0;
   } catch (const std::bad_alloc&) {
     return ENOMEM;
   }
+}
+
+// Gives the state of each batch: 0: not done; 1: done; 2: done, and an operation failed or a checksum differs.
+EXPORT void kvtier_batches_states(kvtier_batch* const* batches, size_t n_batches, uint8_t* states) {
+  for (size_t i = 0; i < n_batches; i++)
+    states[i] = !batches[i]->batch->done() ? 0 : batches[i]->batch->is_clean() ? 1 : 2;
 }
 
 // Returns 1 when the batch is done, 0 after the timeout.
@@ -137,5 +153,7 @@ EXPORT int kvtier_batch_results(kvtier_batch* batch, int32_t* errors, uint64_t* 
   return 0;
 }
 
-// Frees the handle; the batch stays until its last piece has returned.
-EXPORT void kvtier_batch_free(kvtier_batch* batch) { delete batch; }
+// Frees the handles, of which some may be null; a batch stays until its last piece has returned.
+EXPORT void kvtier_batches_free(kvtier_batch* const* batches, size_t n_batches) {
+  for (size_t i = 0; i < n_batches; i++) delete batches[i];
+}

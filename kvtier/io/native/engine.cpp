@@ -17,12 +17,6 @@ constexpr uint32_t kReadsPerWrite = 8;
 // Batches searched for neighbours of a read: loads submit one batch a chunk, and those of several requests mix.
 constexpr size_t kLookAhead = 32;
 
-bool is_any_bad(const Batch& batch, const Op& op) {
-  for (uint32_t slab = 0; slab < op.spec.n_slabs; slab++)
-    if (batch.is_bad(op, slab)) return true;
-  return false;
-}
-
 }  // namespace
 
 Engine::Engine(const EngineOptions& options)
@@ -298,7 +292,7 @@ void Engine::sum(const Piece& piece) {
 void Engine::piece_done(const Piece& piece, Writer& writer) {
   Op& op = *piece.op;
   if (op.unfinished.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  if (op.spec.kind == kWrite && op.error.load() == 0 && !is_any_bad(*piece.batch, op))
+  if (op.spec.kind == kWrite && op.error.load() == 0 && !piece.batch->is_any_bad(op))
     write_header(*piece.batch, op, writer);
   piece.batch->op_done();
 }

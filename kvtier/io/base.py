@@ -1,0 +1,45 @@
+"""Interface of the engines that read records: the ring, which defines it, and KvikIO."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from kvtier.errors import TierUnavailable
+from kvtier.io.ring import CLEAN, FAILED, UNDER_WAY, OpResult, ReadOp
+
+
+class Reads(Protocol):
+    """Operations submitted together; see `ring.Batch`."""
+
+    def wait(self, timeout_s: float) -> bool: ...
+    def cancel(self) -> None: ...
+    def results(self) -> list[OpResult]: ...
+
+
+class Reader(Protocol):
+    """Engine of loads; see `ring.Ring`, which does for many chunks in one native call what is done one by one here."""
+
+    def submit(self, ops: Sequence[ReadOp]) -> Reads: ...
+    def close(self, timeout_s: float = 1.0) -> bool: ...
+
+    def submit_each(self, batches: Sequence[Sequence[ReadOp]]) -> Sequence[Reads]:
+        submitted: list[Reads] = []
+        for ops in batches:
+            try:
+                submitted.append(self.submit(ops))
+            except TierUnavailable:
+                if not submitted:
+                    raise
+                break
+        return submitted
+
+    def states(self, batches: Sequence[Any]) -> Sequence[int]:
+        return [state_of(reads) for reads in batches]
+
+
+def state_of(reads: Reads) -> int:
+    """Return the state of reads: see `ring.Ring.states`."""
+    if not reads.wait(0):
+        return UNDER_WAY
+    return CLEAN if all(result.ok for result in reads.results()) else FAILED
