@@ -137,7 +137,7 @@ def faults(case: CodecCase, seed: int) -> list[str]:
     slabs = torch.full((2, small.heads, small.slab_bytes), 0xA5, dtype=torch.uint8, device="cuda")
     expected = slabs.cpu()
     moves = small.moves(slabs, seed)
-    moves_expected = [replace(move, slabs=expected[n]) for n, move in enumerate(moves)]
+    moves_expected = [move._replace(slabs=expected[n]) for n, move in enumerate(moves)]
     verdicts = small.mover(pages).encode(moves).wait()
     small.reference(small.pages(source.cpu())).encode(moves_expected).wait()
     found = [] if torch.equal(slabs.cpu(), expected) else ["encode"]
@@ -146,10 +146,10 @@ def faults(case: CodecCase, seed: int) -> list[str]:
         seeds = [slab_seed(move.key, head, 0) for head in range(small.heads)]
         sums = [slab_checksum(expected[number, head].numpy(), one) for head, one in enumerate(seeds)]
         found += [] if verdicts[number].sums == tuple(sums) else ["sums"]
-    first = [replace(move, first_block=3 * n) for n, move in enumerate(moves)]
+    first = [move._replace(first_block=3 * n) for n, move in enumerate(moves)]
     small.mover(small.pages(ours)).decode(first)
     there = theirs.cpu()
-    small.reference(small.pages(there)).decode([replace(one, slabs=expected[n]) for n, one in enumerate(first)])
+    small.reference(small.pages(there)).decode([one._replace(slabs=expected[n]) for n, one in enumerate(first)])
     return found if torch.equal(ours.cpu(), there) else [*found, "decode"]
 
 

@@ -75,7 +75,7 @@ def wrong_bytes(case: PagesCase, pages: PagedKV, coder: TransformCoder, move: Mo
         pages.block_tokens,
     )
     expected = torch.zeros(HEADS_COMPARED, move.slabs.shape[1], dtype=torch.uint8)
-    VectorPages(host, coder, Extent(0, case.layers, 0, case.heads)).encode([replace(move, patch=part, slabs=expected)])
+    VectorPages(host, coder, Extent(0, case.layers, 0, case.heads)).encode([move._replace(patch=part, slabs=expected)])
     return int((move.slabs[:HEADS_COMPARED].cpu() != expected).sum())
 
 

@@ -4,7 +4,7 @@ layers out. Gather and scatter have one row size a launch, so each band has its 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
@@ -72,7 +72,7 @@ class BandedPages:
         if first >= end:
             return None
         in_band = Patch(0, first - band.layers.start, end - first, patch.page_head, patch.n_heads)
-        return replace(move, patch=in_band, skip_bytes=self._offset(begin, first))
+        return move._replace(patch=in_band, skip_bytes=self._offset(begin, first))
 
     def _begin(self, move: Move) -> int:
         """The first layer of the record that the slabs are of."""

@@ -111,7 +111,7 @@ class SegmentHeader:
 
     @property
     def stripes(self) -> int:
-        return (self.set_id >> 16) % STRIPES_MAX + 1
+        return stripes_of(self.set_id)
 
     def slot_offset(self, slot: int) -> int:
         """Return the byte at which the record slot starts: one of this stripe, numbered within the set."""
@@ -124,7 +124,7 @@ class SegmentHeader:
     def offset_of(self, slot: int, extent: Extent, slab_bytes: int) -> int | None:
         """Return the byte at which the record in that slot starts. None where this file does not have the slot, or
         holds records of another extent or slab size."""
-        place, stripe = divmod(slot, self.stripes)
+        place, stripe = divmod(slot, (self.set_id >> 16) % STRIPES_MAX + 1)  # as `stripes_of`
         if stripe != self.stripe or slot >= self.slots or self.slab_bytes != slab_bytes or self.extent != extent:
             return None
         return PAGE_BYTES + place * self.slot_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,33 +38,39 @@ class HostPages:
 
     def gather(self, moves: Sequence[Move]) -> None:
         """See kvtier.kernels.paged.gather."""
-        for move in moves:
-            self._move(TO_SLABS, move, first_block=0)
+        self._move(TO_SLABS, moves)
 
     def scatter(self, moves: Sequence[Move]) -> None:
         """See kvtier.kernels.paged.scatter."""
-        for move in moves:
-            self._move(TO_PAGES, move, move.first_block)
+        self._move(TO_PAGES, moves)
 
-    def _move(self, direction: int, move: Move, first_block: int) -> None:
-        patch, block_ids, slabs = move.patch, move.block_ids, move.slabs
-        assert slabs.is_contiguous() and slabs.shape[0] == patch.n_heads
+    def _move(self, direction: int, moves: Sequence[Move]) -> None:
+        described, planes, address = None, self._planes, 0
+        for patch, block_ids, slabs, first_block, _, skip_bytes, _ in moves:
+            n_blocks = len(block_ids)
+            assert slabs.is_contiguous() and slabs.shape[0] == patch.n_heads
+            if described != (patch, n_blocks, skip_bytes):  # neighbours mostly are alike
+                described = patch, n_blocks, skip_bytes
+                planes = self._planes_of(patch, n_blocks, skip_bytes)
+                address = planes.ctypes.data
+            blocks = array("q", block_ids)
+            error = _copy(
+                direction, address, len(planes), blocks.buffer_info()[0], n_blocks,
+                first_block if direction == TO_PAGES else 0, self._pages.block_tokens, patch.page_head, patch.n_heads,
+                slabs.data_ptr(), slabs.shape[1],
+            )  # fmt: skip
+            if error:
+                raise ValueError(f"blocks {min(block_ids)}-{max(block_ids)} or their slab are out of range")
+
+    def _planes_of(self, patch: Patch, n_blocks: int, skip_bytes: int) -> npt.NDArray[np.void]:
+        """Return the planes of the patch's layers, with the places of these in slabs of so many blocks."""
         first = patch.page_layer * self._planes_a_layer
         planes = self._planes[first : first + patch.n_layers * self._planes_a_layer].copy()
-        planes["slab_offset"] = self._slab_offsets(planes, patch, len(block_ids)) + np.uint64(move.skip_bytes)
-        blocks = np.array(block_ids, dtype=np.int64)
-        error = _copy(
-            direction, planes.ctypes.data, len(planes), blocks.ctypes.data, len(blocks), first_block,
-            self._pages.block_tokens, patch.page_head, patch.n_heads, slabs.data_ptr(), slabs.shape[1],
-        )  # fmt: skip
-        if error:
-            raise ValueError(f"blocks {min(block_ids)}-{max(block_ids)} or their slab are out of range")
-
-    def _slab_offsets(self, planes: npt.NDArray[np.void], patch: Patch, n_blocks: int) -> npt.NDArray[np.uint64]:
         plane_bytes = planes["row_bytes"] * np.uint64(n_blocks * self._pages.block_tokens)
-        before = patch.slab_layer * int(plane_bytes[: self._planes_a_layer].sum())
+        before = patch.slab_layer * int(plane_bytes[: self._planes_a_layer].sum()) + skip_bytes
         ends: npt.NDArray[np.uint64] = np.cumsum(plane_bytes, dtype=np.uint64)
-        return ends - plane_bytes + np.uint64(before)
+        planes["slab_offset"] = ends - plane_bytes + np.uint64(before)
+        return planes
 
 
 def _describe(plane: torch.Tensor) -> tuple[int, ...]:

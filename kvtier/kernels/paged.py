@@ -65,8 +65,7 @@ class SlabRun(NamedTuple):
     first_layer: int
 
 
-@dataclass(frozen=True, slots=True)
-class Patch:
+class Patch(NamedTuple):
     """Map from a part of some slabs to a part of a rank's pages; numbers count from the start of either.
 
     Layers [slab_layer, slab_layer + n_layers) of each slab are the pages' layers from `page_layer` on;
@@ -80,8 +79,7 @@ class Patch:
     n_heads: int
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """One chunk between blocks and slabs.
 
     block_ids: of the whole chunk. slabs: (patch.n_heads, slab_bytes) uint8, contiguous, on the pages' device.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -163,7 +163,7 @@ class ChunkLoader:
     def __init__(self, worker: WorkerContext, admit: Admissions, loop: Background) -> None:
         self.reader = RecordReader(worker)
         self.in_state: dict[State, dict[Fetch, None]] = {state: {} for state in State if state is not State.ENDED}
-        self.to_open: list[Fetch] = []
+        self.to_open: dict[tuple[Load | None, bool], list[Fetch]] = {}  # by load, and by whether they are read again
         self.to_close: list[Held] = []  # one for each chunk that lets go
         self._worker = worker
         self._admit = admit
@@ -256,7 +256,11 @@ class ChunkLoader:
 
     def verify(self, fetches: Sequence[Fetch]) -> None:
         """Compare the checksums of chunks that have arrived, in one launch (I2)."""
-        runs = [self._slab_run(fetch, source) for fetch in fetches for source in fetch.sources]
+        runs, slabs_at = [], self._worker.arena.slabs
+        for fetch in fetches:
+            for location, (wanted, _, slab_bytes, _, offset, _), _ in fetch.sources:
+                slabs = slabs_at(fetch.slot, offset, wanted.n_heads, slab_bytes)
+                runs.append(SlabRun(slabs, fetch.chunk.key, wanted.first_head, location.extent.first_layer))
         with self._worker.order.launching():
             found = iter(self._worker.sums(runs))
         good, suspect = list[Fetch](), list[Fetch]()
@@ -336,17 +340,21 @@ class ChunkLoader:
 
     def open_segments(self) -> None:
         """Have the pool open the segments of what was begun and submit the reads, each load's in its order."""
-        to_open, self.to_open = self.to_open, []
-        for _, of_load in itertools.groupby(to_open, key=_opened_with):
-            for fetches in _batches(of_load, OPENED_TOGETHER):
+        to_open, self.to_open = self.to_open, {}
+        for of_load in to_open.values():
+            for first in range(0, len(of_load), OPENED_TOGETHER):
+                fetches = of_load[first : first + OPENED_TOGETHER]
                 held = Held(len(fetches))
                 for fetch in fetches:
                     fetch.held = held
                 self._loop.in_pool(partial(self._submit_reads, fetches, held), partial(self._opened, fetches))
 
     def _open(self, fetches: Sequence[Fetch]) -> None:
+        """Open the segments of new chunks of one load, or of one chunk."""
         self.move(fetches, State.OPENING)
-        self.to_open += fetches
+        first = fetches[0]
+        load = first.wanted_by[0].load if first.wanted_by else None
+        self.to_open.setdefault((load, first.was_reread), []).extend(fetches)
 
     def _open_again(self, fetch: Fetch) -> None:
         self._let_go([fetch])
@@ -388,7 +396,7 @@ class ChunkLoader:
                 self.abandon(fetch)
             elif result is None:
                 self._let_go([fetch])
-                self.to_open.append(fetch)
+                self._open([fetch])
 
     def _judged(self, fetch: Fetch, result: object) -> None:
         if fetch.state is State.DROPPED:
@@ -522,11 +530,6 @@ class ChunkLoader:
         if leases and self._worker.host is not None:
             self._worker.host.release_each(leases)
 
-    def _slab_run(self, fetch: Fetch, source: Source) -> SlabRun:
-        location, (wanted, _, slab_bytes, _, slot_offset, _), _ = source
-        slabs = self._worker.arena.slabs(fetch.slot, slot_offset, wanted.n_heads, slab_bytes)
-        return SlabRun(slabs, fetch.chunk.key, wanted.first_head, location.extent.first_layer)
-
     def _move(self, fetch: Fetch, source: Source, part: Part) -> Move:
         _, (wanted, _, slab_bytes, _, slot_offset, patch), _ = source
         slabs = self._worker.arena.slabs(fetch.slot, slot_offset, wanted.n_heads, slab_bytes)
@@ -538,17 +541,6 @@ class ChunkLoader:
         blocks, rest = divmod(chunk.first_token, self._worker.pages.block_tokens)
         assert rest == 0, "local hits end at a block"
         return blocks
-
-
-def _batches(fetches: Iterable[Fetch], size: int) -> Iterator[list[Fetch]]:
-    rest = iter(fetches)
-    while batch := list(itertools.islice(rest, size)):
-        yield batch
-
-
-def _opened_with(fetch: Fetch) -> tuple[Load | None, bool]:
-    """Return what the chunks that one task opens have in common."""
-    return (fetch.wanted_by[0].load if fetch.wanted_by else None), fetch.was_reread
 
 
 def _close_all(held: Counter[Held]) -> None:

@@ -106,7 +106,10 @@ class RecordReader:
         begun_s, failed, prepared = self._worker.clock(), list[FileReads | Exception](), list[_Prepared]()
         try:
             self._worker.files(namespace)  # first: of a namespace that is not this worker's nothing is judged
+            may_be_stuck = self.stuck.has_any
             for chunk, slot in chunks:
+                if may_be_stuck:
+                    self.refuse_stuck(chunk)
                 prepared.append(self._prepare(namespace, chunk, slot, held, anew))
         except (FetchFailed, KVTierError, OSError) as failure:
             failed = [failure]
@@ -123,8 +126,6 @@ class RecordReader:
 
     def _prepare(self, namespace: bytes, chunk: LoadChunk, slot: int, held: Held, anew: bool) -> _Prepared:
         """Raises FetchFailed, Corrupt, TierUnavailable."""
-        if self.stuck.has_any:
-            self.refuse_stuck(chunk)
         located, _ = entries.parse(chunk.entry)
         for location in located:
             if self._slab_bytes.get(location.extent) != location.slab_bytes:

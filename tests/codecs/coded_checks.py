@@ -93,7 +93,7 @@ def check_bytes(
     ours: MakeMover, reference: MakeMover, cache: Cache, extent: Extent, pages: PagedKV, moves: Sequence[Move]
 ) -> None:
     """Encodes all moves in one call, decodes them in another; neither is refused. extent: of the model, the pages."""
-    wanted = [replace(move, slabs=move.slabs.clone()) for move in moves]
+    wanted = [move._replace(slabs=move.slabs.clone()) for move in moves]
     found, others = (made.encode(those) for made, those in ((ours(pages), moves), (reference(pages), wanted)))
     assert found is not None and others is not None
     for move, want, verdict, other in zip(moves, wanted, found.wait(), others.wait(), strict=True):

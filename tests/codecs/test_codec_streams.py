@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -74,9 +73,9 @@ def test_verdicts_are_of_what_the_stream_did_before(mover: Mover) -> None:
     was = one.clone()
     with busy_stream():
         one.fill_(float("nan"))
-        spoilt = mover.encode([replace(moves(1)[0], block_ids=(5, 9))])
+        spoilt = mover.encode([moves(1)[0]._replace(block_ids=(5, 9))])
         one.copy_(was)
-        sound = mover.encode([replace(moves(1)[0], block_ids=(5, 9))])
+        sound = mover.encode([moves(1)[0]._replace(block_ids=(5, 9))])
     assert [pending.wait()[0].is_refused for pending in (spoilt, sound)] == [True, False]  # type: ignore[union-attr]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -112,9 +111,9 @@ def check_transform(
         sums = [slab_checksum(slab.numpy(), seed) for slab, seed in zip(a.slabs, seeds, strict=True)]
         assert verdict.sums is not None and [value % 2**64 for value in verdict.sums] == sums
     backs = [pages(False, "cpu"), pages(False, device)]
-    first = [replace(move, first_block=1) for move in wanted[:2]]
+    first = [move._replace(first_block=1) for move in wanted[:2]]
     VectorPages(backs[0], coder, held).decode(first)
-    ours(backs[1]).decode([replace(move, slabs=move.slabs.to(device)) for move in first])
+    ours(backs[1]).decode([move._replace(slabs=move.slabs.to(device)) for move in first])
     for a, b in zip(*([plane for layer in back.layers for plane in layer.planes] for back in backs), strict=True):
         assert not b[:1].any() and torch.allclose(a.float(), b.cpu().float(), rtol=2**-7, atol=1e-3)
         assert (a != b.cpu()).float().mean() < 0.05, "a rounding here and there"
