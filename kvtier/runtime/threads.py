@@ -20,10 +20,7 @@ EXTRA_THREADS_MAX = 16  # threads of one queue beside its own, while jobs hang i
 
 
 class Jobs(Protocol):
-    @property
-    def threads(self) -> int:
-        """Return how many jobs run at a time."""
-        ...
+    threads: int  # jobs that run at a time
 
     def submit(self, job: Job) -> bool:
         """Queue a job. Return False when the queue is full or closed."""
@@ -56,13 +53,9 @@ class ThreadJobs:
         self._closed = False
         self._changed = threading.Condition()
         self._name = name
-        self._n_own = self._n_wanted = self._n_threads = threads
+        self.threads = self._n_wanted = self._n_threads = threads
         for _ in range(threads):
             self._start_thread()
-
-    @property
-    def threads(self) -> int:
-        return self._n_own
 
     def submit(self, job: Job) -> bool:
         with self._changed:
@@ -78,7 +71,7 @@ class ThreadJobs:
 
     def widen(self, n_stuck: int) -> None:
         with self._changed:
-            self._n_wanted = self._n_own + min(n_stuck, EXTRA_THREADS_MAX)
+            self._n_wanted = self.threads + min(n_stuck, EXTRA_THREADS_MAX)
             n_more = 0 if self._closed else max(0, self._n_wanted - self._n_threads)
             self._n_threads += n_more
             self._changed.notify_all()

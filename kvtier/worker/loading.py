@@ -19,10 +19,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from kvtier.arena.admission import Admissions
 from kvtier.errors import Corrupt
+from kvtier.io.base import Reads
 from kvtier.io.ring import CLEAN
 from kvtier.kernels.paged import Move, SlabRun
 from kvtier.plan import LoadChunk, LoadPlan
@@ -34,6 +36,7 @@ from kvtier.worker.read_plan import Source, slabs_bytes
 from kvtier.worker.record_reader import FetchFailed, FileReads, Held, RecordReader
 
 OPENED_TOGETHER = 8  # chunks of a load whose segments one task of the pool opens, or that are copied behind one mark
+_batch_of = attrgetter("reads.batch")
 KEPT_AT_ONCE_MAX = 8  # loaded chunks whose copies into the host arena are under way; more are not kept
 
 
@@ -133,7 +136,7 @@ class Fetch:
 class Background(Protocol):
     """Services of the loop that the steps call."""
 
-    def in_pool(self, work: Callable[[], object], then: Callable[[object], None]) -> None:
+    def in_pool(self, work: Callable[[], object], then: Callable[[object], None] | None = None) -> None:
         """Run `work` on a thread of the pool, and `then` with its result or its exception on the loop's thread."""
         ...
 
@@ -223,10 +226,16 @@ class ChunkLoader:
             self._copy_up(host, found)
         return missed
 
+    def oldest_reads(self) -> Reads | None:
+        """Return the reads under way that were begun first."""
+        for fetch in self.in_state[State.READING]:
+            return None if fetch.reads is None else fetch.reads.batch
+        return None
+
     def take_reads(self) -> bool:
         """Take the chunks whose reads have all ended, well or not. Return False if there are none."""
         reading = list(self.in_state[State.READING])
-        states = self.reader.states([fetch.reads for fetch in reading if fetch.reads is not None])
+        states = self.reader.engine.states(list(map(_batch_of, reading)))
         clean, doubtful = list[Fetch](), list[Fetch]()
         for fetch, state in zip(reading, states, strict=True):
             if state:
@@ -336,7 +345,7 @@ class ChunkLoader:
     def close_segments(self) -> None:
         """Have the pool release the segments of chunks that are done, which may close files and take long."""
         held, self.to_close = Counter(self.to_close), []
-        self._loop.in_pool(partial(_close_all, held), lambda result: None)
+        self._loop.in_pool(partial(_close_all, held))
 
     def open_segments(self) -> None:
         """Have the pool open the segments of what was begun and submit the reads, each load's in its order."""

@@ -26,7 +26,7 @@ from kvtier.runtime.threads import Jobs
 from kvtier.worker.context import WorkerContext
 from kvtier.worker.cuda_events import Mark
 from kvtier.worker.loading import ChunkLoader, Fetch, Load, Part, State
-from kvtier.worker.loop import Pending, TransferLoop
+from kvtier.worker.loop import IDLE, TransferLoop, Turn
 from kvtier.worker.record_reader import FetchFailed, SegmentGone
 from kvtier.worker.task_pool import Then
 
@@ -43,7 +43,8 @@ ORDER_BYTES_S = 10e9
 CLOSED_TOGETHER = 16  # chunks whose segments are released together while loads are under way
 ANSWER_LOOK_S = 0.05  # interval at which who waits for an answer looks for deadlines that have passed, seconds
 
-_n_pending_of, _waiting_of, _first_token_of = map(attrgetter, ("n_pending", "waiting", "first_token"))
+_n_pending_of, _waiting_of, _deadline_of = map(attrgetter, ("n_pending", "waiting", "deadline_s"))
+_first_token_of = attrgetter("first_token")
 
 
 class LoadAnswers:
@@ -149,53 +150,57 @@ class Loader:
 
     def is_due(self, now_s: float) -> bool:
         """Return True if a deadline has passed, or others may have given back a slot."""
-        return self._lacks_slot or any(load.deadline_s <= now_s for load in self._answers.unanswered())
+        return self._lacks_slot or min(map(_deadline_of, self._answers.unanswered()), default=now_s + 1) <= now_s
 
     # --- the loop's thread ---
 
-    def turn(self) -> bool:
-        """Take every chunk as far as it goes now. Return False if nothing changed."""
-        chunks = self._chunks
-        if not self._loads and not self._fetches and not chunks.to_close and not chunks.to_open:
-            return False
-        in_state = chunks.in_state
-        has_moved = bool(in_state[State.READING]) and chunks.take_reads()
-        if in_state[State.ARRIVED]:
-            chunks.verify(list(islice(in_state[State.ARRIVED], self._together)))
+    def turn(self) -> Turn:
+        """Take every chunk as far as it goes now."""
+        chunks, loads = self._chunks, self._loads
+        if not loads and not self._fetches and not chunks.to_close and not chunks.to_open:
+            return IDLE
+        reading, arrived = chunks.in_state[State.READING], chunks.in_state[State.ARRIVED]
+        verified, suspect = chunks.in_state[State.VERIFIED], chunks.in_state[State.SUSPECT]
+        has_moved = goes_on = self._lacks_slot = False
+        if reading:
+            has_moved = chunks.take_reads()
+        if arrived:
+            chunks.verify(list(islice(arrived, self._together)))
             has_moved = True
-        if in_state[State.VERIFIED]:
-            has_moved |= self._scatter()
-        if in_state[State.SUSPECT]:
+        if verified:
+            has_moved, goes_on = self._scatter(has_moved)
+        if suspect:
             has_moved |= self._judge()
-        has_moved |= self._expire()
-        has_moved |= self._begin()
-        has_moved |= self._answer_ended()
+        if loads and min(map(_deadline_of, loads)) <= self._worker.clock():
+            has_moved |= self._expire()
+        if any(map(_waiting_of, loads)) and self._begin():
+            has_moved = True
+            goes_on |= bool(verified or suspect)  # one may have been joined
+        if not all(map(_n_pending_of, loads)):
+            self._answer_ended()
+            has_moved = True
         if chunks.to_open:
             chunks.open_segments()
-        if len(chunks.to_close) >= (CLOSED_TOGETHER if has_moved else 1):
+        goes_on |= bool(arrived)
+        has_more_to_close = has_moved and (goes_on or bool(reading))  # a turn will follow
+        if len(chunks.to_close) >= (CLOSED_TOGETHER if has_more_to_close else 1):
             chunks.close_segments()
-        return has_moved
-
-    def pending(self) -> Pending:
-        """Return the reads that were begun first, and the bytes of all. It is polled too while a slot is lacking that
-        others may give back."""
-        reading = self._chunks.in_state[State.READING]
-        for fetch in reading:
-            assert fetch.reads is not None
-            return Pending(fetch.reads.batch, len(reading) * self._worker.arena.slot_bytes)
-        return Pending(is_polled=self._lacks_slot and not self._pool.is_busy)
+        is_polled = self._lacks_slot and not self._pool.is_busy
+        n_bytes = len(reading) * self._worker.arena.slot_bytes
+        return Turn(has_moved, goes_on, chunks.oldest_reads(), n_bytes, is_polled)
 
     def _take(self, load: object) -> None:
         assert isinstance(load, Load)
         load.begun_s = load.moved_s = self._worker.clock()
         insort(self._loads, load, key=lambda known: known.turn_s)
 
-    def _scatter(self) -> bool:
+    def _scatter(self, has_moved: bool) -> tuple[bool, bool]:
         """Launch what is verified, of all loads whose blocks are free to be written; else that of the first load, which
-        then waits on the device. (Marks of the engine's stream are done in the order of their loads.)"""
+        then waits on the device. (Marks of the engine's stream are done in the order of their loads.) Return whether
+        something has moved by now, and whether there is more to launch."""
         verified = self._next_verified()
         if not verified:
-            return False
+            return has_moved, False
         loads = {part.load: None for _, part in verified}
         for load in loads:
             load.is_free = load.is_free or self._worker.order.is_done(load.after)
@@ -209,7 +214,7 @@ class Loader:
             part.load.n_scattered += 1
             part.load.moved_s = now_s
         self.when_done(mark, partial(self._landed, moving))
-        return True
+        return True, len(moving) < len(verified)
 
     def _next_verified(self) -> list[tuple[Fetch, Part]]:
         """Return what may be scattered now, in the order of the loads: of each the next chunks of its prompt, as far as
@@ -267,9 +272,6 @@ class Loader:
 
     def _begin(self) -> bool:
         """Begin chunks of the loads in their order, as many as the window and the arena have room for."""
-        self._lacks_slot = False
-        if not any(map(_waiting_of, self._loads)):
-            return False
         has_moved, is_full, held_up = False, False, self._held_up()
         for load in self._loads:
             while load.waiting:
@@ -302,7 +304,7 @@ class Loader:
             return True
         self._lacks_slot = True
         if self._worker.quarantine.is_due(self._worker.clock()):
-            self.in_pool(self._worker.quarantine.sweep, lambda result: None)
+            self.in_pool(self._worker.quarantine.sweep)
         n_waiting = len(self._chunks.in_state[State.VERIFIED]) + len(self._chunks.in_state[State.SUSPECT])
         if self._fetches and not self._n_marks and n_waiting == len(self._fetches):
             # All slots are held by chunks that wait for this one: the one that was begun last gives its slot up.
@@ -398,19 +400,16 @@ class Loader:
         self._n_marks -= 1
         then()
 
-    def in_pool(self, work: Callable[[], object], then: Then) -> None:
+    def in_pool(self, work: Callable[[], object], then: Then | None = None) -> None:
         self._pool.add(work, then)
 
     # --- answers ---
 
-    def _answer_ended(self) -> bool:
-        if all(map(_n_pending_of, self._loads)):
-            return False
+    def _answer_ended(self) -> None:
         ended = [load for load in self._loads if not load.n_pending]
         self._loads = [load for load in self._loads if load.n_pending]
         for load in ended:
             self._end(load)
-        return True
 
     def _end(self, load: Load) -> None:
         n_landed, plan, failure = load.n_landed, load.plan, load.failure
@@ -428,7 +427,7 @@ class Loader:
                 failure,
             )
         if isinstance(failure, SegmentGone):  # else a long prompt is recomputed once for each of its chunks
-            self.in_pool(partial(self._retract_gone, plan.namespace, plan.chunks[n_landed:]), lambda result: None)
+            self.in_pool(partial(self._retract_gone, plan.namespace, plan.chunks[n_landed:]))
         self._answer(load)
 
     def _retract_gone(self, namespace: bytes, chunks: Sequence[LoadChunk]) -> None:

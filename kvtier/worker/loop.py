@@ -26,24 +26,26 @@ PAUSE_MIN_S, PAUSE_MAX_S = 0.0003, 0.008  # pause after a turn in which nothing 
 QUEUED_PAUSE_S, QUEUED_BYTES = 0.004, 512 << 20
 
 
-class Pending(NamedTuple):
-    """What is under way. reads: the I/O that was begun first. n_bytes: of all I/O. is_polled: something else that does
-    not wake the loop."""
+class Turn(NamedTuple):
+    """What a turn did and left. has_moved: something changed. goes_on: the next turn has work at once. reads: the I/O
+    under way that was begun first. n_bytes: of all I/O under way. is_polled: something else that does not wake the loop
+    is under way."""
 
+    has_moved: bool = False
+    goes_on: bool = False
     reads: Reads | None = None
     n_bytes: int = 0
     is_polled: bool = False
 
 
+IDLE = Turn()
+
+
 class Half(Protocol):
     """The loads or the saves. All methods but `is_due` are called on the loop's thread."""
 
-    def turn(self) -> bool:
-        """Take every chunk as far as it goes now. Return False if nothing changed."""
-        ...
-
-    def pending(self) -> Pending:
-        """Return what is under way that does not wake the loop."""
+    def turn(self) -> Turn:
+        """Take every chunk as far as it goes now."""
         ...
 
     def is_due(self, now_s: float) -> bool:
@@ -103,19 +105,31 @@ class TransferLoop:
 
     def when_done(self, mark: Mark, then: Callable[[], None]) -> None:
         """Run `then` on the loop's thread once the mark is done."""
-        self._marks.append((mark, then))
+        if mark is None:  # on the CPU
+            then()
+        else:
+            self._marks.append((mark, then))
 
-    def turn(self) -> bool:
-        """Take all work as far as it goes now. Return False if nothing changed."""
-        has_moved = bool(self._posted) and self._take_posted()
+    def turn(self) -> Turn:
+        """Take all work as far as it goes now."""
+        has_moved = bool(self._posted)
+        if self._posted:
+            self._take_posted()
         if self._marks:
             has_moved |= self._take_marks()
+        goes_on, reads, n_bytes, is_polled = False, None, 0, False
         for half in self.halves:
-            has_moved |= half.turn()
+            turn = half.turn()
+            if turn is not IDLE:
+                has_moved |= turn.has_moved
+                goes_on |= turn.goes_on
+                reads = reads or turn.reads
+                n_bytes += turn.n_bytes
+                is_polled |= turn.is_polled
         for pool in self._pools:
             if pool.tasks or pool.n_still:
                 pool.staff()
-        return has_moved
+        return Turn(has_moved, goes_on, reads, n_bytes, is_polled or bool(self._marks))
 
     def _wake(self) -> bool:
         """Have the loop run. Return False if it is closed. The caller holds the lock."""
@@ -128,23 +142,21 @@ class TransferLoop:
     def _run(self) -> None:
         try:
             while True:
-                has_moved = self.turn()
-                reads, n_bytes, is_polled = None, 0, bool(self._marks)
-                for half in self.halves:
-                    pending = half.pending()
-                    reads = reads or pending.reads
-                    n_bytes += pending.n_bytes
-                    is_polled |= pending.is_polled
-                if has_moved:
+                turn = self.turn()
+                if turn.has_moved:
                     self._pause_s = PAUSE_MIN_S
-                    if n_bytes >= QUEUED_BYTES:
+                    if turn.n_bytes >= QUEUED_BYTES:
                         self._wait_for_posts(QUEUED_PAUSE_S)
+                        continue
+                if turn.goes_on:
                     continue
                 with self._changed:
-                    if not is_polled and reads is None and not self._posted:
+                    if self._posted:
+                        continue
+                    if turn.reads is None and not turn.is_polled:
                         self._is_running = False
                         return
-                self._pause(reads)
+                self._pause(turn.reads)
         except BaseException:  # our bug, or CUDA's: no chunk is left without an answer, and no slot is lost
             self._give_up()
             raise
@@ -164,11 +176,10 @@ class TransferLoop:
             if not self._posted:
                 self._changed.wait(timeout_s)
 
-    def _take_posted(self) -> bool:
+    def _take_posted(self) -> None:
         for _ in range(len(self._posted)):  # one at a time: if one raises, the others are not lost
             then, value = self._posted.popleft()
             then(value)
-        return True
 
     def _take_marks(self) -> bool:
         done = [entry for entry in self._marks if self._worker.order.is_done(entry[0])]

@@ -1,7 +1,7 @@
 """Reading chunks' records from segments into arena slots: which reads that takes, what became of them, and that what is
 bad or gone is not offered again.
 
-All of it may wait for the storage or for the index, so it runs on threads of the pool, but for `states`."""
+All of it may wait for the storage or for the index, so it runs on threads of the pool."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class RecordReader:
         if not prepared:
             return [*failed]
         try:
-            batches = self._engine.submit_each([each.ops for each in prepared])
+            batches = self.engine.submit_each([each.ops for each in prepared])
         except TierUnavailable as failure:
             return [failure]
         reads: list[FileReads | Exception] = []
@@ -165,12 +165,9 @@ class RecordReader:
             raise FetchFailed(f"{place_of(location)}: {what}: not of this {'codec' if is_of_model else 'model'}")
 
     @property
-    def _engine(self) -> Reader:
+    def engine(self) -> Reader:
+        """Return the engine of the reads. What is signed is to be `judge`d even where their state is CLEAN."""
         return self._worker.io.reader if self._signer is None else self._worker.io.ring
-
-    def states(self, reads: Iterable[FileReads]) -> Sequence[int]:
-        """Return the state of each: see `ring.Ring.states`. What is signed is `judge`d even where that is CLEAN."""
-        return self._engine.states([each.batch for each in reads])
 
     def refuse_stuck(self, chunk: LoadChunk) -> None:
         """Raise FetchFailed if a segment of the chunk does not answer."""

@@ -36,7 +36,7 @@ from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.runtime.threads import Jobs
 from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import Mark
-from kvtier.worker.loop import Pending, TransferLoop
+from kvtier.worker.loop import IDLE, TransferLoop, Turn
 from kvtier.worker.read_plan import sources_of
 from kvtier.worker.record_writer import RecordWriter, Staged
 
@@ -190,19 +190,14 @@ class Saver:
 
     # --- the loop's thread ---
 
-    def turn(self) -> bool:
-        """Take every chunk as far as it goes now. Return False if nothing changed."""
-        if not self._staged:
-            return False
-        has_moved = self._copy_down()
-        return self.writer.turn() or has_moved
-
-    def pending(self) -> Pending:
-        """Return the I/O that is under way. Chunks are polled too that lack a slot of the host arena, which others may
+    def turn(self) -> Turn:
+        """Take every chunk as far as it goes now. Those are polled that lack a slot of the host arena, which others may
         give back."""
         if not self._staged:
-            return Pending()
-        return Pending(*self.writer.under_way(), is_polled=bool(self._to_copy))
+            return IDLE
+        has_moved = self._copy_down() if self._to_copy else False
+        has_moved |= self.writer.turn()
+        return Turn(has_moved, has_moved, *self.writer.under_way(), is_polled=bool(self._to_copy))
 
     def _take(self, gathered: Any) -> None:
         self._staged.update(dict.fromkeys(gathered.staged))

@@ -42,7 +42,7 @@ class TaskPool:
     def is_due(self, now_s: float) -> bool:
         """Return True if a task may hang. Called on any thread."""
         with self._lock:
-            return self._count_still() > 0
+            return bool(self._runners) and self._count_still() > 0
 
     def add(self, work: Callable[[], object], then: Then | None = None) -> None:
         """Run `work` on a thread of the pool, and then have `then` called with its result or its exception."""
@@ -56,7 +56,7 @@ class TaskPool:
             return
         dropped: list[Then | None] = []
         with self._lock:
-            n_still = self._count_still()
+            n_still = self._count_still() if self._runners else 0
             if n_still != self.n_still:
                 self.n_still = n_still
                 self._jobs.widen(n_still)
@@ -74,9 +74,7 @@ class TaskPool:
 
     def _count_still(self) -> int:
         still_s = self._clock() - self._still_s
-        if min(self._runners.values(), default=still_s) >= still_s:
-            return 0
-        return sum(since_s < still_s for since_s in self._runners.values())
+        return sum(map(still_s.__gt__, self._runners.values()))
 
     def _run(self, runner: object) -> None:
         """Run tasks until there are none: a job of the pool."""

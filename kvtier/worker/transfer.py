@@ -141,8 +141,9 @@ class Transfer:
         deadline_s = time.monotonic() + timeout_s
         while True:
             n_posted = self._loop.n_posted
-            if not all(jobs.drain(max(0.0, deadline_s - time.monotonic())) for jobs in self._jobs):
-                return False
+            for jobs in self._jobs:
+                if not jobs.drain(max(0.0, deadline_s - time.monotonic())):
+                    return False
             if n_posted == self._loop.n_posted:  # else what ended in a pool gave the loop work
                 return True
 

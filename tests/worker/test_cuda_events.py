@@ -146,7 +146,7 @@ def test_a_late_load_is_not_answered_while_its_chunks_still_move(tmp_path: Path,
     (transfer,), worker, now_s = engine.transfers, engine.worker, engine.worker.clock()
     loop = transfer._loop
     while not any(load.n_scattered for load in transfer._loader._loads):
-        loop.turn() or loop._pause(None)
+        loop.turn().has_moved or loop._pause(None)
     object.__setattr__(worker, "clock", lambda: now_s + worker.timeout_s + 1)
     object.__setattr__(engine.order, "is_done", lambda mark: False)
     for _ in range(3):
