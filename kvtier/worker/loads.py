@@ -35,8 +35,9 @@ from kvtier.worker.task_pool import Then
 # 0.7 GiB are read: with a window of 1 GiB the storage idled.
 WINDOW_BYTES = 2 << 30
 WINDOW_MIN, WINDOW_MAX = 8, 64
-TOGETHER_MAX = 64  # chunks that are verified or scattered in one launch
-COPIED_BYTES = 8 << 20  # bytes that one scatter moves on the CPU, where the loop itself copies: some 2 ms
+TOGETHER_MAX = 64  # chunks that are verified or scattered in one launch on a device
+# On the CPU the loop itself moves them: 8 MiB take 2 ms, but a codec may be slower.
+MOVED_MAX, MOVED_BYTES = 8, 8 << 20
 # A load waits behind those that were asked for earlier, unless they are larger: each counts as asked for later by the
 # time that its bytes take at this rate.
 ORDER_BYTES_S = 10e9
@@ -108,7 +109,7 @@ class Loader:
         self._fetches: dict[bytes, Fetch] = {}
         slot_bytes, is_device = worker.arena.slot_bytes, worker.arena.is_device
         self._window = max(WINDOW_MIN, min(WINDOW_MAX, WINDOW_BYTES // slot_bytes))  # chunks that hold slots at a time
-        self._together = TOGETHER_MAX if is_device else max(1, min(TOGETHER_MAX, COPIED_BYTES // slot_bytes))
+        self._together = TOGETHER_MAX if is_device else max(1, min(MOVED_MAX, MOVED_BYTES // slot_bytes))
         self._n_marks = 0  # scatters and copies that have not ended
         self._lacks_slot = False
         loop.halves.append(self)
