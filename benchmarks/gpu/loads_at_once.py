@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,11 @@ from kvtier.build import open_store, open_transfer
 from kvtier.config.settings import Settings
 from kvtier.format.geometry import Geometry, share_of_rank
 from kvtier.format.namespace import CodecId, Namespace, chunk_keys
+from kvtier.io.ring import CLEAN
 from kvtier.kernels.paged import PagedKV, PagedLayer
 from kvtier.plan import LoadChunk
 from kvtier.scheduler.store import Store, WantedChunk
+from kvtier.worker.record_reader import Held
 from kvtier.worker.transfer import Transfer
 
 LAYERS, HEADS, HEAD_SIZE, BLOCK_TOKENS, CHUNK_TOKENS = 32, 8, 128, 16, 256
@@ -107,13 +109,13 @@ class Bench:
     def read(self, n_loads: int, n_chunks: int) -> float:
         """Return the seconds in which the same records are read into staging slots, not verified and not scattered."""
         worker, reader = self.transfer._worker, self.transfer._loader._chunks.reader
-        flying: deque[tuple[Any, int, ExitStack]] = deque()
+        flying: deque[tuple[Any, int, Held]] = deque()
 
         def end_one() -> None:
             reads, slot, held = flying.popleft()
-            assert reads.batch.wait(30) and reader.is_clean(reads)
+            assert reads.batch.wait(30) and list(reader.engine.states([reads.batch])) == [CLEAN]
             worker.arena.discard(slot)
-            held.close()
+            held.let_go()
 
         started = time.perf_counter()
         for number in range(n_loads):
@@ -121,9 +123,10 @@ class Bench:
             for key, entry in zip(keys, self.store.lookup(keys) or (), strict=True):
                 while len(flying) >= READS_AHEAD or (slot := worker.arena.reserve()) is None:
                     end_one()
-                held = ExitStack()
+                held = Held(1)
                 chunk = LoadChunk(key, entry, (), 0)
-                flying.append((reader.begin(self.store.namespace_id, chunk, slot, held), slot, held))
+                (reads,) = reader.begin(self.store.namespace_id, [(chunk, slot)], held)
+                flying.append((reads, slot, held))
         while flying:
             end_one()
         return time.perf_counter() - started

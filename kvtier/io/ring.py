@@ -230,7 +230,7 @@ class Ring:
                 raise TierUnavailable("the I/O ring is closed")
             if self._pid != os.getpid():
                 raise RuntimeError("a ring was carried across a fork: the child makes its own")
-            error = quick.kvtier_submit(
+            error = quick.kvtier_submit_batches(
                 self._handle, packed, sizes.tobytes(), len(sizes), expected, handles.buffer_info()[0]
             )
         if error == errno.EINVAL:
