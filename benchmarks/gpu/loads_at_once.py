@@ -115,7 +115,7 @@ class Bench:
             reads, slot, held = flying.popleft()
             assert reads.batch.wait(30) and list(reader.engine.states([reads.batch])) == [CLEAN]
             worker.arena.discard(slot)
-            held.let_go()
+            held.release()
 
         started = time.perf_counter()
         for number in range(n_loads):

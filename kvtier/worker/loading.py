@@ -107,8 +107,8 @@ class Fetch:
     """One chunk, brought once for all loads that want it now.
 
     chunk: as the load that began the fetch has it. wanted_by: parts that were not scattered yet. n_moving: scatters
-    that have not landed. n_loads: loads that ever wanted it. slot: of the arena. landing: slot of the host arena that
-    signed bytes are read into. host_slot: leased slot of the host arena that the chunk is copied from. -1: none.
+    that have not landed. n_loads: loads that ever wanted it. slot: of the arena. host_slot: of the host arena, reserved
+    for signed bytes that are read, or leased where the chunk is copied up; -1: none.
     held: open segments, until the bytes were verified.
     """
 
@@ -118,7 +118,6 @@ class Fetch:
     state: State = State.OPENING
     origin: Origin = Origin.FILES
     slot: int = -1
-    landing: int = -1
     host_slot: int = -1
     sources: tuple[Source, ...] = ()
     reads: FileReads | None = None
@@ -167,7 +166,7 @@ class ChunkLoader:
         self.reader = RecordReader(worker)
         self.in_state: dict[State, dict[Fetch, None]] = {state: {} for state in State if state is not State.ENDED}
         self.to_open: dict[tuple[Load | None, bool], list[Fetch]] = {}  # by load, and by whether they are read again
-        self.to_close: list[Held] = []  # one for each chunk that lets go
+        self.to_close: list[Held] = []  # one for each chunk that has released it
         self._worker = worker
         self._admit = admit
         self._loop = loop
@@ -208,7 +207,7 @@ class ChunkLoader:
             if landing is None:
                 worker.arena.discard(fetch.slot)
                 return 0
-            fetch.landing = landing
+            fetch.host_slot = landing
         if below:
             self._open(below)
         return len(claimed)
@@ -240,7 +239,7 @@ class ChunkLoader:
         for fetch, state in zip(reading, states, strict=True):
             if state:
                 (clean if state == CLEAN else doubtful).append(fetch)
-        if self._landing is not None:  # signed
+        if self.reader.signs:
             for fetch in clean + doubtful:
                 self.judge(fetch)
         else:
@@ -290,7 +289,7 @@ class ChunkLoader:
     def leave(self, fetches: Sequence[Fetch]) -> None:
         """The chunks have landed wherever they are wanted: their slots are free, or cache them for others."""
         self.move(fetches, State.ENDED)
-        self._let_go(fetches)
+        self._release(fetches)
         arena, admit, has_host = self._worker.arena, self._admit, self._worker.host is not None
         released, unused, kept_below = list[tuple[int, bytes]](), list[int](), list[tuple[Fetch, int, bool]]()
         for fetch in fetches:
@@ -327,20 +326,19 @@ class ChunkLoader:
             return
         slots = ExitStack()
         slots.callback(arena.discard, slot)
-        landing, fetch.landing = fetch.landing, -1
-        if self._landing is not None and landing >= 0:
-            slots.callback(self._landing.discard, landing)
+        if self._landing is not None and fetch.origin is Origin.FILES and fetch.host_slot >= 0:
+            slots.callback(self._landing.discard, fetch.host_slot)
         if reads is not None and not reads.batch.wait(0):
             held, fetch.held = fetch.held, None
             assert held is not None
-            slots.callback(held.let_go)
+            slots.callback(held.release)
             self._worker.quarantine.add(reads.batch, slots.close)
         elif fetch.copied is not None and not self._worker.order.is_done(fetch.copied):
-            slots.callback(self._let_go, [fetch])
+            slots.callback(self._release, [fetch])
             self._loop.when_done(fetch.copied, slots.close)
         else:
             slots.close()
-            self._let_go([fetch])
+            self._release([fetch])
 
     def close_segments(self) -> None:
         """Have the pool release the segments of chunks that are done, which may close files and take long."""
@@ -366,21 +364,21 @@ class ChunkLoader:
         self.to_open.setdefault((load, first.was_reread), []).extend(fetches)
 
     def _open_again(self, fetch: Fetch) -> None:
-        self._let_go([fetch])
+        self._release([fetch])
         fetch.reads, fetch.origin, fetch.copied = None, Origin.FILES, None
-        if self._landing is not None and fetch.landing < 0:
+        if self._landing is not None and fetch.host_slot < 0:
             landing = self._landing.reserve()
             if landing is None:
                 self._loop.failed(fetch, FetchFailed("no slot in the host arena is free"))
                 return
-            fetch.landing = landing
+            fetch.host_slot = landing
         self._open([fetch])
 
     def _submit_reads(self, fetches: Sequence[Fetch], held: Held) -> list[FileReads | Exception | None]:
         """On a thread of the pool: return what became of each; None after the first one that failed, for most often the
         others fail like it, and their load ends there."""
-        signed = self._landing is not None
-        chunks = [(fetch.chunk, fetch.landing if signed else fetch.slot) for fetch in fetches]
+        lands_below = self._landing is not None
+        chunks = [(fetch.chunk, fetch.host_slot if lands_below else fetch.slot) for fetch in fetches]
         first = fetches[0]
         results = self.reader.begin(first.namespace, chunks, held, anew=first.was_reread)
         for fetch, result in zip(fetches, results, strict=False):
@@ -404,7 +402,7 @@ class ChunkLoader:
             elif fetch.state is State.DROPPED:
                 self.abandon(fetch)
             elif result is None:
-                self._let_go([fetch])
+                self._release([fetch])
                 self._open([fetch])
 
     def _judged(self, fetch: Fetch, result: object) -> None:
@@ -445,10 +443,10 @@ class ChunkLoader:
     def _rise(self, landing: ChunkArena, fetches: Sequence[Fetch]) -> None:
         """Copy up what was read into the host arena and found good. It stays there only if it is wanted."""
         risen = []
-        self._let_go(fetches)
+        self._release(fetches)
         for fetch in fetches:
-            key, slot, fetch.landing = fetch.chunk.key, fetch.landing, -1
-            is_new, leased, sources = landing.commit_leased(slot, key, fetch.sources)
+            key = fetch.chunk.key
+            is_new, leased, sources = landing.commit_leased(fetch.host_slot, key, fetch.sources)
             risen.append((fetch, leased, sources))
             if is_new and not self._admit.host.keeps_loaded(key):
                 landing.drop(key)
@@ -526,14 +524,14 @@ class ChunkLoader:
             self._n_kept_now += len(kept)
             self._loop.when_done(mark, end)
 
-    def _let_go(self, fetches: Sequence[Fetch]) -> None:
+    def _release(self, fetches: Sequence[Fetch]) -> None:
         """Release leases of host slots, and open segments with the next `close_segments`."""
         leases = list[tuple[int, bytes]]()
         for fetch in fetches:
             if fetch.held is not None:
                 self.to_close.append(fetch.held)
                 fetch.held = None
-            if fetch.host_slot >= 0:
+            if fetch.origin is Origin.HOST and fetch.host_slot >= 0:
                 leases.append((fetch.host_slot, fetch.chunk.key))
                 fetch.host_slot = -1
         if leases and self._worker.host is not None:
@@ -553,6 +551,6 @@ class ChunkLoader:
 
 
 def _close_all(held: Counter[Held]) -> None:
-    with ExitStack() as all_of_them:  # each is let go, also if another one raises
+    with ExitStack() as all_of_them:  # each is released, also if another one's release raises
         for each, n_chunks in held.items():
-            all_of_them.callback(each.let_go, n_chunks)
+            all_of_them.callback(each.release, n_chunks)

@@ -27,7 +27,7 @@ QUEUED_PAUSE_S, QUEUED_BYTES = 0.004, 512 << 20
 
 
 class Turn(NamedTuple):
-    """What a turn did and left. has_moved: something changed. goes_on: the next turn has work at once. reads: the I/O
+    """Result of a turn. has_moved: something changed. goes_on: the next turn has work at once. reads: the I/O
     under way that was begun first. n_bytes: of all I/O under way. is_polled: something else that does not wake the loop
     is under way."""
 

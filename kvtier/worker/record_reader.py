@@ -54,7 +54,7 @@ class FileReads(NamedTuple):
 
 
 class Held:
-    """Segments that are open for some chunks, and memory that their reads fill, until the last of these lets go.
+    """Segments that are open for some chunks, and memory that their reads fill, until all chunks have released them.
     Thread-safe."""
 
     def __init__(self, n_chunks: int) -> None:
@@ -63,7 +63,7 @@ class Held:
         self._n_chunks = n_chunks
         self._lock = threading.Lock()
 
-    def let_go(self, n_chunks: int = 1) -> None:
+    def release(self, n_chunks: int = 1) -> None:
         """May close files, and take long."""
         with self._lock:
             self._n_chunks -= n_chunks
@@ -101,7 +101,7 @@ class RecordReader:
         self, namespace: bytes, chunks: Sequence[tuple[LoadChunk, int]], held: Held, *, anew: bool = False
     ) -> list[FileReads | Exception]:
         """Submit the reads of chunks into their slots, in order up to the first that fails; return what became of each
-        up to that one. The segments stay open until `held` is let go of, which is not before the reads have ended.
+        up to that one. The segments stay open until `held` is released, which is not before the reads have ended.
         anew: through descriptors that are opened for this."""
         begun_s, failed, prepared = self._worker.clock(), list[FileReads | Exception](), list[_Prepared]()
         try:

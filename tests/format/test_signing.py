@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,10 @@ def test_signed_loads_on_a_device_go_through_host_memory(tmp_path: Path, monkeyp
         made.append(engine)
         assert {done.outcome for done in walks.save(engine)} == {SaveOutcome.SAVED}
         ring, seen = engine.worker.io.ring, []
-        submit = ring.submit
-        monkeypatch.setattr(ring, "submit", lambda ops: [seen.extend(ops), submit(ops)][1])
+        submit_each = ring.submit_each
+        monkeypatch.setattr(
+            ring, "submit_each", lambda batches: [seen.extend(chain(*batches)), submit_each(batches)][1]
+        )
         assert walks.load(engine).failed_blocks == frozenset()
         assert walks.is_equal(engine.blocks(walks.TARGET), walks.expected(engine))
         assert len(seen) == 10 and not any(op.on_device for op in seen), "slabs and header pages, into host memory"
@@ -166,7 +169,7 @@ def test_nobody_who_waits_for_a_slot_takes_the_one_that_was_just_read_into(tmp_p
             def __exit__(self, *args: Any) -> None:
                 slot = table.reserve()
                 if slot is not None:
-                    table.discard(slot)
+                    table.discard([slot])
                 super().__exit__(*args)
 
         taken = [engine.host.reserve() for _ in range(engine.host.n_slots - 1)]

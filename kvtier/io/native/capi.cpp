@@ -95,8 +95,8 @@ EXPORT int kvtier_ring_close(kvtier_ring* ring, int64_t timeout_ns) {
   return ended;
 }
 
-// Starts batches, each of the next `sizes[i]` operations, in order until one is refused: gives that errno, and handles of
-// those that were started; null for the others. EINVAL: an operation is not whole aligned pages; ENODEV: it is for a
+// Starts batches, each of the next `sizes[i]` operations, in order until one is refused: gives that errno, and handles
+// of those that were started; null for the others. EINVAL: an operation is not whole aligned pages; ENODEV: it is for a
 // device, and the ring has none; then none is started. `expected`: one checksum a slab of all operations.
 EXPORT int kvtier_submit_batches(kvtier_ring* ring, const OpSpec* specs, const uint32_t* sizes, size_t n_batches,
                          const uint64_t* expected, kvtier_batch** batches) {
