@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from vllm.config import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from kvtier.connectors.vllm.weights_key import key_of
 from kvtier.connectors.vllm.weights_loader import KvtierModelLoader, everything, reason_for_tensors
 from kvtier.connectors.vllm.weights_ranks import as_rank, build_model, engine_config
 from kvtier.errors import ConfigError, Corrupt
@@ -254,6 +255,15 @@ def test_a_plan_of_other_parameters_is_not_used(llama: Any, caplog: Any, tmp_pat
         loader(plan_cache=str(tmp_path)).load_weights(model, config.model_config)
     assert "the stored plan is not used: parameter model.norm.weight" in caplog.text and "plan traced" in caplog.text
     assert torch.equal(model.model.norm.weight, expected.model.norm.weight.float())
+
+
+def test_a_model_without_some_parameters_has_a_plan_of_its_own(llama: Any) -> None:
+    """As one without its vision tower: engines of both kinds share the folder of plans."""
+    config, _ = llama
+    whole, part = fresh_model(config), fresh_model(config)
+    part.model.layers[1].mlp.down_proj.weight = None
+    assert key_of(whole, config.model_config, []) != key_of(part, config.model_config, [])
+    assert key_of(whole, config.model_config, []) == key_of(fresh_model(config), config.model_config, [])
 
 
 def test_reloads_get_real_tensors(llama: Any) -> None:
