@@ -483,54 +483,65 @@ def load_mix() -> Lines:
 @table
 def quality() -> Lines:
     results = read_all("quality")
-    presets = [name for name in results[0]["presets"] if all(name in result["presets"] for result in results)]
+    presets = [name for name in results[0]["presets"] if " " not in name]
     cells = []
     for preset in presets:
         found = {result["model"]: result["presets"][preset] for result in results}
-        worst = max(found, key=lambda model: found[model]["kl_mean"]["value"])
-        kinds = found[worst]["kinds"]
-        kind = max(kinds, key=lambda kind: kinds[kind]["kl_mean"]["value"])
         bits = sorted({f"{one['bits']:.2f}" for one in found.values()})
         losses = [_loss(one) for one in found.values()]
-        cells.append(
-            [f"`{preset}`", ", ".join(bits), *losses, f"{worst}, {kind}: {kinds[kind]['kl_mean']['value']:.1e}"]
-        )
-    rows_text = ", ".join(f"{result['model']} {3 * result['rows_of_a_kind']}" for result in results)
+        cells.append([f"`{preset}`", ", ".join(bits), *losses, _worst(found, "kinds"), _worst(found, "kind_left_out")])
+    texts = {f"{3 * one['rows_of_a_kind']} of text and {one['rows_of_calibration']} of calibration" for one in results}
     return [
         f"**Loss of the codecs on trained models** (`python -m benchmarks.quality`, {source(results[0])}; KL to "
-        f"float32 KV in nats with its 95 % interval, same top token; rows of text: {rows_text}):",
-        *rows(["preset", "bits an element", *(result["model"] for result in results), "worst model and kind"], cells),
+        f"float32 KV in nats with its 95 % interval, same top token; rows of each model: {', '.join(sorted(texts))}):",
+        *rows(
+            ["preset", "bits an element", *(result["model"] for result in results), "worst kind", "kind left out"],
+            cells,
+        ),
+    ]
+
+
+def _worst(found: dict[str, Result], group: str) -> str:
+    """Return the largest loss over models and kinds of text, and where it is; "-" where none was measured."""
+    losses = [
+        (kl["kl_mean"]["value"], f"{model}, {kind}")
+        for model, one in found.items()
+        for kind, kl in one.get(group, {}).items()
+    ]
+    return "{:.1e}: {}".format(*max(losses)) if losses else "-"
+
+
+@table
+def controls() -> Lines:
+    results = [result for result in read_all("quality") if any(" " in name for name in result["presets"])]
+    cells = []
+    for name in results[0]["presets"]:
+        preset, _, without = name.partition(" ")
+        if without:
+            losses = [[result["presets"][key]["kl_mean"]["value"] for key in (name, preset)] for result in results]
+            texts = [f"{kl:.1e}, {kl / whole:.1f} times" for kl, whole in losses]
+            cells.append([f"`{preset}`", without.replace("-", " "), *texts])
+    return [
+        "**Controls: codecs without one thing that they do** (of the same runs; KL in nats, and times that of the "
+        "whole codec):",
+        *rows(["preset", "control", *(result["model"] for result in results)], cells),
     ]
 
 
 @table
-def calibrated() -> Lines:
-    results = read_all("quality/calibrated")
+def recall() -> Lines:
+    results = read_all("quality")
     cells = []
-    for result in results:
-        for preset, one in result["presets"].items():
-            if "kind_left_out" in one:
-                worst = [
-                    max((each["kl_mean"]["value"], kind) for kind, each in one[name].items())
-                    for name in ("kinds", "kind_left_out")
-                ]
-                counts = [str(result["rows_of_a_kind"] * 3), str(result["rows_of_calibration"])]
-                numbers = [*counts, f"{one['bits']:.2f}", _loss(one)]
-                cells.append([result["model"], f"`{preset}`", *numbers, *(f"{kl:.1e} {kind}" for kl, kind in worst)])
-    columns = [
-        "model",
-        "preset",
-        "rows",
-        "rows of calibration",
-        "bits an element",
-        "loss",
-        "worst kind",
-        "kind left out",
-    ]
+    for name in (name for name in results[0]["presets"] if " " not in name):
+        counts = [
+            ", ".join(f"{one['right']} of {one['asked']}" for one in result["presets"][name]["recall"].values())
+            for result in results
+        ]
+        cells.append([f"`{name}`", *counts])
+    lengths = " and ".join(f"{int(n):,}" for n in results[0]["presets"]["raw"]["recall"])
     return [
-        f"**Loss of the calibrated codecs** (`python -m benchmarks.quality`, {source(results[0])}; KL to float32 KV in "
-        "nats with its 95 % interval, same top token):",
-        *rows(columns, cells),
+        f"**Planted facts that are found again** in prompts of {lengths} tokens (of the same runs):",
+        *rows(["preset", *(result["model"] for result in results)], cells),
     ]
 
 
