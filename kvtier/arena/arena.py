@@ -90,6 +90,11 @@ class Arena(Generic[Content]):
         with self._lock:
             return self._table.reserve()
 
+    def reserve_some(self, n_slots: int) -> list[int]:
+        """See `SlotTable.reserve_some`."""
+        with self._lock:
+            return self._table.reserve_some(n_slots)
+
     def claim(self, keys: Sequence[bytes]) -> list[tuple[int, Content | None]]:
         """See `SlotTable.claim`."""
         with self._lock:

@@ -39,11 +39,16 @@ class SlotTable(Generic[Content]):
 
     def reserve(self) -> int | None:
         """Return a slot to fill, which the caller then owns; None if every slot is reserved or leased."""
-        if not self._free and not self._evict_one():
-            return None
-        slot = self._free.pop()
-        self._reserved.add(slot)
-        return slot
+        slots = self.reserve_some(1)
+        return slots[0] if slots else None
+
+    def reserve_some(self, n_slots: int) -> list[int]:
+        """Return as many slots to fill, or fewer if there are no more."""
+        slots: list[int] = []
+        while len(slots) < n_slots and (self._free or self._evict_one()):
+            slots.append(self._free.pop())
+        self._reserved.update(slots)
+        return slots
 
     def claim(self, keys: Sequence[bytes]) -> list[tuple[int, Content | None]]:
         """Lease the slot of each key that is here, and reserve one for each that is not (content None), up to the first

@@ -60,7 +60,8 @@ def first_set(value: bytes) -> int:
 
 def pack(locations: list[Location], whole: Extent) -> bytes:
     """Return the value of a chunk with records at `locations` (at least one)."""
-    flag = COMPLETE if covers((location.extent for location in locations), whole) else PARTIAL
+    is_whole = len(locations) == 1 and locations[0].extent == whole  # one rank wrote all, as nearly always
+    flag = COMPLETE if is_whole or covers((location.extent for location in locations), whole) else PARTIAL
     head = _HEAD.pack(flag, whole.first_layer, whole.n_layers, whole.first_head, whole.n_heads)
     return head + b"".join(map(_pack_record, locations))
 
@@ -85,6 +86,8 @@ def add(value: bytes | None, location: Location, whole: Extent) -> bytes | None:
     was begun for another `whole`, and one beyond RECORDS_MAX. value: None when the key has no entry yet.
     Raises Corrupt when `value` is malformed.
     """
+    if value is None and location.extent == whole:
+        return pack([location], whole)
     locations, stored_whole = ([], whole) if value is None else parse(value)
     if location in locations:
         return value

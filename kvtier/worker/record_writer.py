@@ -293,8 +293,10 @@ class RecordWriter:
     def _written(self, batch: SaveBatch, results: list[OpResult]) -> None:
         """Flush each file once, where other nodes may read nothing of it before."""
         batch.results = results
-        files = sorted({file for file, result in zip(batch.files, results, strict=True) if result.ok})
-        if files and self._worker.files.sharing.flushes:
+        files: list[int] = []
+        if self._worker.files.sharing.flushes:
+            files = sorted({file for file, result in zip(batch.files, results, strict=True) if result.ok})
+        if files:
             self._submit(batch, SaveState.FLUSHING, [FlushOp(file) for file in files])
         else:
             self._publish(batch)
@@ -311,9 +313,11 @@ class RecordWriter:
     def _publish(self, batch: SaveBatch) -> None:
         """Have the index take the records that are stored; the others fail."""
         written: list[Staged] = []
+        rank, slab_bytes, writes = self._worker.share.rank, self.segments.slab_bytes, self.segments.writes
         for item, result in zip(batch.staged, batch.results, strict=True):
             if result.ok:
-                item.location = self._location(item.chunk, result.checksums)
+                chunk = item.chunk
+                item.location = Location(chunk.set_id, rank, chunk.slot, slab_bytes, writes, result.checksums)
                 written.append(item)
                 continue
             if result.bad_slabs:
@@ -403,10 +407,6 @@ class RecordWriter:
         """End chunks whose records may be stored in part."""
         self.segments.note_unpublished(staged[0].plan.namespace, [item.chunk for item in staged])
         self._saver.end(staged, outcome)
-
-    def _location(self, chunk: SaveChunk, checksums: tuple[int, ...]) -> Location:
-        slab_bytes, writes = self.segments.slab_bytes, self.segments.writes
-        return Location(chunk.set_id, self._worker.share.rank, chunk.slot, slab_bytes, writes, checksums)
 
     # --- pauses after faults ---
 

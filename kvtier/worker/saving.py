@@ -139,12 +139,8 @@ class Saver:
         now_s, arena = self._worker.clock(), self._worker.arena
         if self.writer.disk.is_resting(now_s):
             return [], SaveOutcome.RESTING
-        staged: list[Staged] = []
-        for chunk in plan.chunks[: max(0, self.bounds.gathered_max - self.n_gathered)]:
-            slot = arena.reserve()
-            if slot is None:
-                break
-            staged.append(Staged(chunk, plan, arena, slot, now_s))
+        slots = arena.reserve_some(min(len(plan.chunks), self.bounds.gathered_max - self.n_gathered))
+        staged = [Staged(chunk, plan, arena, slot, now_s) for chunk, slot in zip(plan.chunks, slots, strict=False)]
         self._n_taken += len(staged)
         return staged, SaveOutcome.QUEUE_FULL
 
@@ -152,7 +148,7 @@ class Saver:
         """Launch one gather for all of them, after one launch that zeroes the slabs' padding where they have any: files
         are to hold nothing of the chunks that were in the slots before."""
         worker, writes, held, size = self._worker, self._writes, self._worker.share.reads, self._slab_bytes
-        assert all(len(item.chunk.block_ids) == worker.chunk_blocks for item in staged)
+        assert {len(item.chunk.block_ids) for item in staged} == {worker.chunk_blocks}
         first_layer, first_head = writes.first_layer - held.first_layer, writes.first_head - held.first_head
         patch = Patch(0, first_layer, writes.n_layers, first_head, writes.n_heads)
         moves = [

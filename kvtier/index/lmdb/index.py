@@ -287,25 +287,25 @@ def _stamp(boot_id: str | None = None) -> str:
 
 
 def _publish(records: Sequence[NewRecord], into_unowned: bool, view: View) -> int:
-    return sum(_publish_one(view, record, into_unowned) for record in records)
-
-
-def _publish_one(view: View, record: NewRecord, into_unowned: bool) -> bool:
-    location = record.location
-    info = _get_set(view, location.set_id)
-    if info is None or (info.owner == UNOWNED and not into_unowned):
-        return False
-    member = _MEMBER.pack(*entry.place(location))
-    if view.get("members", member) not in (None, record.key):
-        return False
-    old = view.get("entries", record.key)
-    new = entry.add_or_replace(old, location, record.whole)
-    if new is None:
-        return False
-    if new != old:
-        view.put("entries", record.key, new)
-        view.put("members", member, record.key)
-    return True
+    taken = 0
+    is_open: dict[int, bool] = {}  # whether records may be added to a set
+    for key, location, whole in records:
+        set_id = location.set_id
+        if set_id not in is_open:
+            info = _get_set(view, set_id)
+            is_open[set_id] = info is not None and (info.owner != UNOWNED or into_unowned)
+        member = _MEMBER.pack(*location[:3])
+        if not is_open[set_id] or view.get("members", member) not in (None, key):
+            continue
+        old = view.get("entries", key)
+        new = entry.add_or_replace(old, location, whole)
+        if new is None:
+            continue
+        taken += 1
+        if new != old:
+            view.put("entries", key, new)
+            view.put("members", member, key)
+    return taken
 
 
 def _retract(view: View, key: bytes, place: entry.Place) -> bool:
