@@ -89,7 +89,11 @@ def _print(root: Root, where: str, found: Agreement) -> None:
         f"{counted(found.n_disagreements, 'disagreement')}"
     )
     if found.n_disagreements:
-        print("What disagrees is a miss at its next use. kvtier index rebuild makes the index agree with the segments.")
+        print(
+            "What disagrees is a miss at its next use. A record that is not in the index only takes room: it may be "
+            "the second of its chunk, whose first was evicted. kvtier index rebuild makes the index agree with the "
+            "segments."
+        )
 
 
 @contextmanager

@@ -82,6 +82,7 @@ def test_a_lost_entry_is_found_and_a_rebuild_brings_it_back(place: Place, capsys
     status, found = check(place, capsys)
     assert (status, found["n_disagreements"], found["disagreements"][0]["what"]) == (1, 1, "not in the index")
     assert found["disagreements"][0]["slot"] == location.slot
+    assert "only takes room" in printed(capsys, "index", "check", *place.words, status=1)
     assert printed_json(capsys, "index", "rebuild", *place.words)["records"] == 1
     assert check(place, capsys)[0] == 0
 
