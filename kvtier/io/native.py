@@ -79,7 +79,12 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("kvtier_cuda_pin", c.c_int, [c.c_void_p, c.c_size_t, c.c_int, c.c_char_p, c.c_size_t]),
         ("kvtier_cuda_unpin", c.c_int, [c.c_void_p, c.c_char_p, c.c_size_t]),
     ):
-        function = getattr(lib, name)
+        try:
+            function = getattr(lib, name)
+        except AttributeError as error:
+            raise KVTierError(
+                f"kvtier: its native library is of another version ({error}): install it again"
+            ) from error
         function.restype = result
         function.argtypes = arguments
     return lib

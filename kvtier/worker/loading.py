@@ -34,6 +34,7 @@ from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import Mark
 from kvtier.worker.read_plan import Source, slabs_bytes
 from kvtier.worker.record_reader import FetchFailed, FileReads, Held, RecordReader
+from kvtier.worker.task_pool import TaskPool
 
 OPENED_TOGETHER = 8  # chunks of a load whose segments one task of the pool opens, or that are copied behind one mark
 _batch_of = attrgetter("reads.batch")
@@ -135,10 +136,6 @@ class Fetch:
 class Background(Protocol):
     """Services of the loop that the steps call."""
 
-    def in_pool(self, work: Callable[[], object], then: Callable[[object], None] | None = None) -> None:
-        """Run `work` on a thread of the pool, and `then` with its result or its exception on the loop's thread."""
-        ...
-
     def when_done(self, mark: Mark, then: Callable[[], None]) -> None:
         """Run `then` on the loop's thread once the mark is done."""
         ...
@@ -162,7 +159,7 @@ class ChunkLoader:
     in_state: the chunks in each state but ENDED, in the order in which they came to it.
     """
 
-    def __init__(self, worker: WorkerContext, admit: Admissions, loop: Background) -> None:
+    def __init__(self, worker: WorkerContext, admit: Admissions, loop: Background, pool: TaskPool) -> None:
         self.reader = RecordReader(worker)
         self.in_state: dict[State, dict[Fetch, None]] = {state: {} for state in State if state is not State.ENDED}
         self.to_open: dict[tuple[Load | None, bool], list[Fetch]] = {}  # by load, and by whether they are read again
@@ -170,6 +167,7 @@ class ChunkLoader:
         self._worker = worker
         self._admit = admit
         self._loop = loop
+        self._pool = pool
         self._log = RepeatedLog(worker.clock)
         self._landing = None if self.reader.arena is worker.arena else self.reader.arena
         self._n_kept_now = 0
@@ -260,7 +258,7 @@ class ChunkLoader:
 
     def _judge_in_pool(self, fetch: Fetch, work: Callable[[], object], then: Callable[[object], None]) -> None:
         self.move([fetch], State.JUDGING)
-        self._loop.in_pool(work, then)
+        self._pool.add(work, then)
 
     def verify(self, fetches: Sequence[Fetch]) -> None:
         """Compare the checksums of chunks that have arrived, in one launch (I2)."""
@@ -343,7 +341,7 @@ class ChunkLoader:
     def close_segments(self) -> None:
         """Have the pool release the segments of chunks that are done, which may close files and take long."""
         held, self.to_close = Counter(self.to_close), []
-        self._loop.in_pool(partial(_close_all, held))
+        self._pool.add(partial(_close_all, held))
 
     def open_segments(self) -> None:
         """Have the pool open the segments of what was begun and submit the reads, each load's in its order."""
@@ -354,7 +352,7 @@ class ChunkLoader:
                 held = Held(len(fetches))
                 for fetch in fetches:
                     fetch.held = held
-                self._loop.in_pool(partial(self._submit_reads, fetches, held), partial(self._opened, fetches))
+                self._pool.add(partial(self._submit_reads, fetches, held), partial(self._opened, fetches))
 
     def _open(self, fetches: Sequence[Fetch]) -> None:
         """Open the segments of new chunks of one load, or of one chunk."""

@@ -28,7 +28,6 @@ from kvtier.worker.cuda_events import Mark
 from kvtier.worker.loading import ChunkLoader, Fetch, Load, Part, State
 from kvtier.worker.loop import IDLE, TransferLoop, Turn
 from kvtier.worker.record_reader import FetchFailed, SegmentGone
-from kvtier.worker.task_pool import Then
 
 # Chunks that may hold slots at a time, over all loads. A chunk is opened, read, verified and scattered in turns of its
 # own, and on an H100 beside a thread that holds the interpreter lock for 4 of 7 ms a turn took 7 to 15 ms, in which
@@ -102,7 +101,7 @@ class Loader:
         self._worker = worker
         self._loop = loop
         self._pool = loop.pool(pool)
-        self._chunks = ChunkLoader(worker, admit, self)
+        self._chunks = ChunkLoader(worker, admit, self, self._pool)
         self._answers = LoadAnswers(worker)
         self._log = RepeatedLog(worker.clock)
         self._loads: list[Load] = []  # in the order in which they are served
@@ -305,7 +304,7 @@ class Loader:
             return True
         self._lacks_slot = True
         if self._worker.quarantine.is_due(self._worker.clock()):
-            self.in_pool(self._worker.quarantine.sweep)
+            self._pool.add(self._worker.quarantine.sweep)
         n_waiting = len(self._chunks.in_state[State.VERIFIED]) + len(self._chunks.in_state[State.SUSPECT])
         if self._fetches and not self._n_marks and n_waiting == len(self._fetches):
             # All slots are held by chunks that wait for this one: the one that was begun last gives its slot up.
@@ -401,9 +400,6 @@ class Loader:
         self._n_marks -= 1
         then()
 
-    def in_pool(self, work: Callable[[], object], then: Then | None = None) -> None:
-        self._pool.add(work, then)
-
     # --- answers ---
 
     def _answer_ended(self) -> None:
@@ -428,7 +424,7 @@ class Loader:
                 failure,
             )
         if isinstance(failure, SegmentGone):  # else a long prompt is recomputed once for each of its chunks
-            self.in_pool(partial(self._retract_gone, plan.namespace, plan.chunks[n_landed:]))
+            self._pool.add(partial(self._retract_gone, plan.namespace, plan.chunks[n_landed:]))
         self._answer(load)
 
     def _retract_gone(self, namespace: bytes, chunks: Sequence[LoadChunk]) -> None:

@@ -9,11 +9,14 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kvtier.errors import KVTierError
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import RecordHeader
+from kvtier.io import native
 from kvtier.io.ring import AlignedBuffer, FlushOp, OpResult, ReadOp, Ring, WriteOp
 
 from records import FIRST_HEAD, PIECE_BYTES, TIMEOUT_S, Record, finished, open_file, written
@@ -266,3 +269,8 @@ def test_a_flush_is_an_operation_of_its_own(ring: Ring, fd: int) -> None:
     os.close(closed)
     good, bad = finished(ring.submit([FlushOp(fd), FlushOp(closed)]))
     assert (good.error, bad.error) == (0, errno.EBADF)
+
+
+def test_a_native_library_of_another_version_is_named() -> None:
+    with pytest.raises(KVTierError, match="native library is of another version"):
+        native._declare(SimpleNamespace())  # type: ignore[arg-type]
