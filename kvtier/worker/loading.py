@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 
 from kvtier.arena.admission import Admissions
 from kvtier.errors import Corrupt
+from kvtier.index import entry as entries
 from kvtier.io.base import Reads
 from kvtier.io.ring import CLEAN
 from kvtier.kernels.paged import Move, SlabRun
@@ -344,15 +345,20 @@ class ChunkLoader:
         self._pool.add(partial(_close_all, held))
 
     def open_segments(self) -> None:
-        """Have the pool open the segments of what was begun and submit the reads, each load's in its order."""
+        """Have the pool open the segments of what was begun and submit the reads, each load's in its order. Chunks of
+        unlike sets are tasks of their own: where the open of one hangs, other loads still get the others."""
         to_open, self.to_open = self.to_open, {}
         for of_load in to_open.values():
-            for first in range(0, len(of_load), OPENED_TOGETHER):
-                fetches = of_load[first : first + OPENED_TOGETHER]
-                held = Held(len(fetches))
-                for fetch in fetches:
-                    fetch.held = held
-                self._pool.add(partial(self._submit_reads, fetches, held), partial(self._opened, fetches))
+            for _, of_set in itertools.groupby(of_load, _first_set):
+                left = list(of_set)
+                for first in range(0, len(left), OPENED_TOGETHER):
+                    self._open_in_pool(left[first : first + OPENED_TOGETHER])
+
+    def _open_in_pool(self, fetches: Sequence[Fetch]) -> None:
+        held = Held(len(fetches))
+        for fetch in fetches:
+            fetch.held = held
+        self._pool.add(partial(self._submit_reads, fetches, held), partial(self._opened, fetches))
 
     def _open(self, fetches: Sequence[Fetch]) -> None:
         """Open the segments of new chunks of one load, or of one chunk."""
@@ -546,6 +552,13 @@ class ChunkLoader:
         blocks, rest = divmod(chunk.first_token, self._worker.pages.block_tokens)
         assert rest == 0, "local hits end at a block"
         return blocks
+
+
+def _first_set(fetch: Fetch) -> int:
+    try:
+        return entries.first_set(fetch.chunk.entry)
+    except Corrupt:  # as opening it says
+        return 0
 
 
 def _close_all(held: Counter[Held]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.index.entry import first_set
 from kvtier.plan import LoadDone, SaveDone, SaveOutcome
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage import segments as segments_module
@@ -137,6 +138,26 @@ def test_an_open_that_hangs_holds_up_no_load_of_other_files(two_sets: Path, hang
     arena = reader.transfers[0]._worker.arena
     reader.transfers[0].tidy()
     assert arena._table.available == arena.n_slots
+    reader.close()
+
+
+def test_a_set_that_hangs_holds_up_nobody_who_wants_what_lies_before_it_in_a_prompt(two_sets: Path, hang: Hang) -> None:
+    writer, both = Engine(two_sets), [*FIRST, *SECOND]
+    writer.save(both, range(16))
+    writer.close()
+    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}))
+    entries = reader.store.lookup(reader.keys(both))
+    assert entries is not None
+    sets = [first_set(entry) for entry in entries]
+    assert sets[0] == sets[1] != sets[2] == sets[3]
+    hang.names = {segments_module.segment_name(sets[2], 0)}
+    hang.of(os, "open")
+    begin_load(reader, "hangs", both, range(16))
+    wait_until(lambda: hang.n_hanging)
+    begin_load(reader, "before", FIRST, range(100, 108))
+    assert not answers(reader, 1, TIMEOUT_S / 2)["before"].failed_blocks
+    assert answers(reader, 1, 10)["hangs"].failed_blocks == set(range(8, 16)), "what lies before it has landed"
+    hang.go_on()
     reader.close()
 
 
