@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kvtier.errors import TierUnavailable
 from kvtier.io.ring import CLEAN, FAILED, UNDER_WAY, OpResult, ReadOp
 
 
@@ -28,10 +27,10 @@ class Reader(Protocol):
         for ops in batches:
             try:
                 submitted.append(self.submit(ops))
-            except TierUnavailable:
-                if not submitted:
-                    raise
-                break
+            except BaseException:
+                if submitted:  # whatever the fault is, the caller is to know which are under way
+                    break
+                raise
         return submitted
 
     def states(self, batches: Sequence[Any]) -> Sequence[int]:

@@ -171,6 +171,26 @@ def test_a_decode_that_raises_costs_its_loads_and_no_slot(readers: Readers, monk
     assert readers.holds_what_was_saved(second) and len(raised) == 1
 
 
+@pytest.mark.parametrize("fault", [OSError, ValueError])
+def test_a_read_that_is_not_submitted_frees_no_slot_of_those_under_way(
+    readers: Readers, monkeypatch: pytest.MonkeyPatch, fault: type[Exception]
+) -> None:
+    """Of a batch of chunks: the slot of the first was given to others, and its bytes landed there."""
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    arena, submit = readers.worker.arena, readers.ring.submit
+
+    def submit_first(ops: Sequence[ReadOp | WriteOp]) -> HeldBatch:
+        if readers.ring.n_reads:
+            raise fault("no read")
+        return submit(ops)
+
+    monkeypatch.setattr(readers.ring, "submit", submit_first)
+    first = readers.ask("first", 16)
+    wait_until(lambda: arena._table.available == arena.n_slots - 1, "the second chunk gives its slot back", SOON_S)
+    readers.ring.let_go.set()
+    assert readers.answer("first").failed_blocks == frozenset(first[4:])
+
+
 def test_one_free_slot_is_enough(readers: Readers) -> None:
     """Who looked for a slot in vain took the slot of the chunk before away again, for ever."""
     readers.ring.let_go.set()
