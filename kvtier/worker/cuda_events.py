@@ -128,12 +128,8 @@ class CudaOrder:
 
     def begin(self, work: Callable[[], None], *after: Mark) -> Mark:
         with self._launching("moving", *after) as stream:
-            try:
-                work()
-                return self._record(stream)
-            except BaseException:
-                stream.synchronize()  # part of it may be on its way
-                raise
+            work()
+            return self._record(stream)
 
     def begin_copies(self, pairs: Pairs) -> Mark:
         return self._begin_copies("copying", pairs)
@@ -155,7 +151,11 @@ class CudaOrder:
         with torch.cuda.stream(stream):
             for mark in after:
                 stream.wait_event(mark)
-            yield stream
+            try:
+                yield stream
+            except BaseException:
+                stream.synchronize()  # part of it may be on its way
+                raise
 
     def _enter(self) -> None:
         """A new thread's device is the first of the host, and to use that makes a context of half a GiB there. Asking

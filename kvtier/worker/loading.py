@@ -198,8 +198,9 @@ class ChunkLoader:
         if cached:
             worker.metrics.add(names.ARENA_HIT_CHUNKS, len(cached))
             self.move(cached, State.ARRIVED)
+        found: list[tuple[Fetch, int, tuple[Source, ...]]] = []
         if below and worker.host is not None:
-            below = self._begin_from_host(worker.host, below)
+            found, below = self._find_in_host(worker.host, below)
         if below and self._landing is not None:  # last: a slot to land in might be taken from this chunk
             (fetch,) = below
             landing = self._landing.reserve()
@@ -209,20 +210,22 @@ class ChunkLoader:
             fetch.host_slot = landing
         if below:
             self._open(below)
+        if found and worker.host is not None:
+            worker.metrics.add(names.HOST_HIT_CHUNKS, len(found))
+            self._copy_up(worker.host, found)
         return len(claimed)
 
-    def _begin_from_host(self, host: ChunkArena, fetches: Sequence[Fetch]) -> list[Fetch]:
-        """Start to copy up those that are in the host arena. Return the others."""
-        missed, found = list[Fetch](), list[tuple[Fetch, int, tuple[Source, ...]]]()
+    def _find_in_host(
+        self, host: ChunkArena, fetches: Sequence[Fetch]
+    ) -> tuple[list[tuple[Fetch, int, tuple[Source, ...]]], list[Fetch]]:
+        """Lease the chunks that are in the host arena. Return them, and the others."""
+        found, missed = list[tuple[Fetch, int, tuple[Source, ...]]](), list[Fetch]()
         for fetch, leased in zip(fetches, host.lease_each([fetch.chunk.key for fetch in fetches]), strict=True):
             if leased is None:
                 missed.append(fetch)
             else:
                 found.append((fetch, *leased))
-        if found:
-            self._worker.metrics.add(names.HOST_HIT_CHUNKS, len(found))
-            self._copy_up(host, found)
-        return missed
+        return found, missed
 
     def oldest_reads(self) -> Reads | None:
         """Return the reads under way that were begun first."""

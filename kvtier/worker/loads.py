@@ -297,8 +297,10 @@ class Loader:
             begun[chunk.key] = Fetch(plan.namespace, chunk, [Part(load, number)])
         if not begun:
             return False
+        self._fetches.update(begun)  # first: `give_up` finds them if that raises
         n_begun = self._chunks.begin(list(begun.values()))
-        self._fetches.update(islice(begun.items(), n_begun))
+        for key in islice(begun, n_begun, None):
+            del self._fetches[key]
         del load.waiting[len(load.waiting) - n_begun :]
         if n_begun:
             return True

@@ -12,7 +12,7 @@ from kvtier.kernels.paged import SlabRun
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from kvtier.worker.cuda_events import HostOrder
-from tests.support.lazy import LazyEngine, Left
+from tests.support.lazy import LazyEngine, Left, Mark
 from tests.support.walks import (
     BLOCKS,
     TARGET,
@@ -179,3 +179,24 @@ def test_on_the_host_nothing_is_pending() -> None:
     assert torch.equal(target, source)
     order.wait(order.begin_copies([(target, source + 1)]))
     assert torch.equal(target, source + 1)
+
+
+def test_copies_that_the_driver_refuses_cost_their_load_and_no_slot(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    engine = start(tmp_path, engines)
+    save(engine)
+    begin_copies = engine.order.begin_copies
+
+    def refuse(pairs: object) -> Mark:
+        raise RuntimeError("no copy")
+
+    engine.order.begin_copies = refuse  # type: ignore[method-assign]
+    begin_load(engine)
+    with pytest.raises(RuntimeError, match="no copy"):
+        engine.run_all()
+    engine.order.begin_copies = begin_copies  # type: ignore[method-assign]
+    engine.run_all()
+    (done,) = engine.transfers[0].poll().loads
+    assert done.failed_blocks == set(TARGET)
+    assert engine.staging._table.available == engine.staging.n_slots
+    assert load(engine).failed_blocks == frozenset()
+    assert is_equal(engine.blocks(TARGET), expected(engine))
