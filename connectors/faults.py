@@ -18,8 +18,8 @@ from kvtier.runtime.repeated_log import RepeatedLog
 class Faults:
     """Counter and log of contained exceptions. Thread-safe."""
 
-    def __init__(self, missed: str = "the tier for it", clock: Callable[[], float] = time.monotonic) -> None:
-        """missed: what is gone on without after a fault, for the log."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic, missed: str = "the tier for it") -> None:
+        """missed: what the engine goes on without after a fault, for the log."""
         self._lock = threading.Lock()
         self._count = 0
         self._missed, self._log = missed, RepeatedLog(clock)

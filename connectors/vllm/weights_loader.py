@@ -72,7 +72,7 @@ class KvtierModelLoader(DefaultModelLoader):
             raise ConfigError(EXTRA, load_config.model_loader_extra_config, fix)
         # The configuration is shared with other loaders. With "auto" the same files are chosen as without kvtier.
         super().__init__(dataclasses.replace(load_config, load_format="auto", model_loader_extra_config=extra))
-        self._faults = Faults("it")
+        self._faults = Faults(missed="it")
         self._files: list[Path] | None = None  # while they are collected
         self._trace: LoadTrace | None = None  # while loaders are recorded
         self._why, self._key = "", ""
