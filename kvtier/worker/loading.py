@@ -527,7 +527,11 @@ class ChunkLoader:
 
         give_back(landed[len(kept) :])
         if kept:
-            mark = order.begin_copies(pairs)
+            with ExitStack() as refused:
+                refused.callback(give_back, landed[: len(kept)])
+                refused.callback(host.discard, *[host_slot for _, host_slot in kept])
+                mark = order.begin_copies(pairs)
+                refused.pop_all()
             self._n_kept_now += len(kept)
             self._loop.when_done(mark, end)
 

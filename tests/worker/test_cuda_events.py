@@ -181,9 +181,14 @@ def test_on_the_host_nothing_is_pending() -> None:
     assert torch.equal(target, source + 1)
 
 
-def test_copies_that_the_driver_refuses_cost_their_load_and_no_slot(tmp_path: Path, engines: list[LazyEngine]) -> None:
+@pytest.mark.parametrize("is_in_host", [True, False], ids=["up", "down"])
+def test_copies_that_the_driver_refuses_cost_no_slot(
+    tmp_path: Path, engines: list[LazyEngine], is_in_host: bool
+) -> None:
     engine = start(tmp_path, engines)
     save(engine)
+    if not is_in_host:
+        engine = start(tmp_path, engines, admit="always")
     begin_copies = engine.order.begin_copies
 
     def refuse(pairs: object) -> Mark:
@@ -196,7 +201,7 @@ def test_copies_that_the_driver_refuses_cost_their_load_and_no_slot(tmp_path: Pa
     engine.order.begin_copies = begin_copies  # type: ignore[method-assign]
     engine.run_all()
     (done,) = engine.transfers[0].poll().loads
-    assert done.failed_blocks == set(TARGET)
+    assert done.failed_blocks == (set(TARGET) if is_in_host else set())
     assert engine.staging._table.available == engine.staging.n_slots
     assert load(engine).failed_blocks == frozenset()
     assert is_equal(engine.blocks(TARGET), expected(engine))
