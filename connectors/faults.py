@@ -18,18 +18,18 @@ from kvtier.runtime.repeated_log import RepeatedLog
 class Faults:
     """Counter and log of contained exceptions. Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, missed: str = "the tier for it") -> None:
-        """missed: what the engine goes on without after a fault, for the log."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic, without: str = "the tier for it") -> None:
+        """without: what the process goes on without after a fault, as the log names it."""
         self._lock = threading.Lock()
         self._count = 0
-        self._missed, self._log = missed, RepeatedLog(clock)
+        self._without, self._log = without, RepeatedLog(clock)
 
     def note(self, doing: str, fault: Exception) -> None:
         """Count a fault, and log it with what was being done; repetitions are logged at growing intervals."""
         with self._lock:
             self._count += 1
         kind = f"{doing} {type(fault).__name__}"
-        self._log.line(logging.ERROR, kind, "%s failed; going on without %s", doing, self._missed, fault=fault)
+        self._log.line(logging.ERROR, kind, "%s failed; going on without %s", doing, self._without, fault=fault)
 
     def take(self) -> int:
         """Return the number of faults since the last `take`."""

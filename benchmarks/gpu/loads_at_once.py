@@ -30,7 +30,7 @@ from kvtier.io.ring import CLEAN
 from kvtier.kernels.paged import PagedKV, PagedLayer
 from kvtier.plan import LoadChunk
 from kvtier.scheduler.store import Store, WantedChunk
-from kvtier.worker.record_reader import Held
+from kvtier.worker.record_reader import HeldSegments
 from kvtier.worker.transfer import Transfer
 
 LAYERS, HEADS, HEAD_SIZE, BLOCK_TOKENS, CHUNK_TOKENS = 32, 8, 128, 16, 256
@@ -109,7 +109,7 @@ class Bench:
     def read(self, n_loads: int, n_chunks: int) -> float:
         """Return the seconds in which the same records are read into staging slots, not verified and not scattered."""
         worker, reader = self.transfer._worker, self.transfer._loader._chunks.reader
-        flying: deque[tuple[Any, int, Held]] = deque()
+        flying: deque[tuple[Any, int, HeldSegments]] = deque()
 
         def end_one() -> None:
             reads, slot, held = flying.popleft()
@@ -123,7 +123,7 @@ class Bench:
             for key, entry in zip(keys, self.store.lookup(keys) or (), strict=True):
                 while len(flying) >= READS_AHEAD or (slot := worker.arena.reserve()) is None:
                     end_one()
-                held = Held(1)
+                held = HeldSegments(1)
                 chunk = LoadChunk(key, entry, (), 0)
                 (reads,) = reader.begin(self.store.namespace_id, [(chunk, slot)], held)
                 flying.append((reads, slot, held))

@@ -109,14 +109,14 @@ def transfer_config() -> Any:
     from kvtier.config.settings import Settings
     from kvtier.connectors.vllm.platform import join_log
     from kvtier.runtime.units import size
-    from kvtier.storage.root import CAPACITY_SHARE, with_capacity
+    from kvtier.storage.root import CAPACITY_SHARE, with_default_capacity
     from kvtier.storage.start_wait import in_time
 
     join_log()
     settings = Settings.load()
     why = "as set"
     if "capacity_bytes" not in settings.model_fields_set:
-        settings = in_time(settings.root, "measuring its free space", partial(with_capacity, settings))
+        settings = in_time(settings.root, "measuring its free space", partial(with_default_capacity, settings))
         why = f"{CAPACITY_SHARE:.0%} of the free space; KVTIER_CAPACITY_BYTES sets another"
     # The root is part of the configuration: workers on other nodes may not have the variable.
     extra = {"root": str(settings.root), "capacity_bytes": settings.capacity_bytes}

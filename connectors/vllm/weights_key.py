@@ -36,7 +36,7 @@ def key_of(model: torch.nn.Module, model_config: Any, files: Sequence[Path]) -> 
         "experts": [repr(getattr(config.parallel_config, name, None)) for name in EXPERTS],
         "lora": repr(config.lora_config),
         "environment": sorted((name, repr(value)) for name, value in vllm.envs.compile_factors().items()),
-        # A vision tower is left out of a model that takes no images.
+        # vLLM builds a model that is set to take no images without its vision tower.
         "parameters": [name for name, _ in model.named_parameters()],
         "ranks": [_rank_in(name) for name in GROUPS],
         "maps": _maps(model),

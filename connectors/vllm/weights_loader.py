@@ -72,7 +72,7 @@ class KvtierModelLoader(DefaultModelLoader):
             raise ConfigError(EXTRA, load_config.model_loader_extra_config, fix)
         # The configuration is shared with other loaders. With "auto" the same files are chosen as without kvtier.
         super().__init__(dataclasses.replace(load_config, load_format="auto", model_loader_extra_config=extra))
-        self._faults = Faults(missed="it")
+        self._faults = Faults(without="it")
         self._files: list[Path] | None = None  # while they are collected
         self._trace: LoadTrace | None = None  # while loaders are recorded
         self._why, self._key = "", ""
@@ -96,9 +96,7 @@ class KvtierModelLoader(DefaultModelLoader):
         folder = Path(model_config.model)
         shards = read_shard_manifest(folder) if folder.is_dir() else None
         if shards is None and next(folder.glob("model-rank-*.safetensors"), None) is not None:
-            fix = (
-                f"it has shards without {NAME}, which comes last; run `kvtier weights shard` again, which goes on there"
-            )
+            fix = f"it has shards without {NAME}, which is written last; run `kvtier weights shard` again to go on"
             raise ConfigError("model", str(folder), fix)
         with ExitStack() as stack:
             reader = stack.enter_context(WeightReader(progress=self._show))
@@ -193,7 +191,7 @@ class KvtierModelLoader(DefaultModelLoader):
     @contains_faults("naming the plan of the load", default=False)
     def _find_key(self, model: torch.nn.Module, model_config: Any, files: list[Path]) -> bool:
         """Set the name under which the plan is stored. Without one it is not."""
-        with suppress(Corrupt):  # its header is read again, which names the file
+        with suppress(Corrupt):  # the header is read again by the load, whose error names the file
             self._key = key_of(model, model_config, files)
         return bool(self._key)
 
@@ -316,7 +314,7 @@ def _targets_of(plan: WeightPlan, model: torch.nn.Module) -> list[torch.Tensor] 
 def keep_tied(model_config: Any) -> None:
     """Tie the embeddings of a model from shards, if its config.json does.
 
-    Where both have one name, it is lm_head. From 0.32 on, vLLM takes that for a head beside the embeddings.
+    Shards hold a tied tensor once, as lm_head. From 0.32 on, vLLM takes that name for a head beside the embeddings.
     """
     if getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
         for config in (model_config.hf_config, model_config.hf_config.get_text_config()):

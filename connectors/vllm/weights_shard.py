@@ -21,7 +21,7 @@ from kvtier.model.weights_fingerprint import weights_fingerprint
 from kvtier.weights.copies import OFFSET, ROW_BYTES, ROWS, SOURCE_PITCH
 from kvtier.weights.plan import WeightPlan
 from kvtier.weights.reader import WeightReader
-from kvtier.weights.shards import RankState, ShardFolder, alone_in
+from kvtier.weights.shards import RankState, ShardFolder, locked_folder
 
 AUTO = "auto"  # dtype of an engine that is given none
 LOGGED = logging.ERROR  # least level of vLLM's own lines here
@@ -97,7 +97,7 @@ def _shard(
         quantization=None if model_config.quantization is None else str(model_config.quantization),
     )
     report: list[Callable[[int], object]] = []
-    with alone_in(out), WeightReader() as reader:
+    with locked_folder(out), WeightReader() as reader:
         place = ShardFolder(out, wanted, lambda n_bytes: report[0](n_bytes))
         for rank in range(tensor_size):
             with as_rank(config, rank):
@@ -112,7 +112,7 @@ def _shard(
 
 @contextmanager
 def refusals_of_vllm(folder: Path) -> Iterator[None]:
-    """Raise ConfigError for what vLLM says of a model or a size that it does not take."""
+    """Raise ConfigError with what vLLM says where it refuses the model or the tensor-parallel size."""
     try:
         yield
     except ValidationError as error:

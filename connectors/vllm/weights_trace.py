@@ -97,9 +97,9 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._materialized_bytes, self._is_replayable = 0, True
 
     def checkpoint(self, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and lazy tensor of all tensors in one of the files, by name.
+        """Yield name and lazy tensor of all tensors in one of the files, in the order of their names.
 
-        That is vLLM's order: of two tensors for one parameter, the later one counts.
+        That is vLLM's order, which matters where two tensors fill one parameter: the later one counts.
         """
         for name, tensor in sorted(self._lazy[path].items(), key=itemgetter(0)):
             if tensor is None:
@@ -302,7 +302,7 @@ def _parts(target: _Written) -> list[Copy]:
 
 
 def _rows_of(view: Elements) -> list[Copy]:
-    """Return the bytes of a part of a target as rows, or with those between where rows would be too many."""
+    """Return the rows of bytes of a part of a target. Where they would be too many, return one range, gaps included."""
     itemsize = getattr(torch, view.dtype).itemsize
     strides = [stride * itemsize for stride in view.strides]
     rows = copies_between(view.shape, (0, 0, strides), (view.number, view.offset, strides), itemsize)

@@ -43,7 +43,7 @@ class SlotTable(Generic[Content]):
         return slots[0] if slots else None
 
     def reserve_some(self, n_slots: int) -> list[int]:
-        """Return as many slots to fill, or fewer if there are no more."""
+        """Return `n_slots` slots to fill, which the caller then owns; fewer if the others are reserved or leased."""
         slots: list[int] = []
         while len(slots) < n_slots and (self._free or self._evict_one()):
             slots.append(self._free.pop())
@@ -51,8 +51,8 @@ class SlotTable(Generic[Content]):
         return slots
 
     def claim(self, keys: Sequence[bytes]) -> list[tuple[int, Content | None]]:
-        """Lease the slot of each key that is here, and reserve one for each that is not (content None), up to the first
-        that gets none."""
+        """Lease the slot of each key that is here, and reserve a slot for each other key. Stop at the first key for
+        which no slot is free. Return (slot, content) of each key; the content of a reserved slot is None."""
         claimed: list[tuple[int, Content | None]] = []
         for key in keys:
             cached = self._cached.get(key)

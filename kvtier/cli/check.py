@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from kvtier.cli.app import app
 from kvtier.cli.check_model import ON_ONE_RANK, look_at_model
-from kvtier.cli.place import JsonOption, configured, path_argument
+from kvtier.cli.place import JsonOption, load_settings, path_argument
 from kvtier.config.capacity import few_sets
 from kvtier.config.kv_transfer import read_transfer_config
 from kvtier.config.settings import HOST_ADMIT, HOST_ARENA_BYTES, Settings
@@ -78,7 +78,7 @@ def check(
         typer.Argument(
             metavar="CONFIG.yaml",
             parser=path_argument,
-            help="The settings file; without it, --kv-transfer-config, KVTIER_CONFIG or KVTIER_ROOT.",
+            help="The settings file; without it, the settings of --kv-transfer-config, KVTIER_CONFIG or KVTIER_ROOT.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -146,7 +146,7 @@ def _settings(asked: CheckRequest) -> tuple[Settings, str]:
             fix = f"--kv-transfer-config names it, and {asked.config} was given: leave one of them out"
             raise ConfigError("config", given["config"], fix)
         given["config"] = str(asked.config)
-    return Settings.load(given) if given else configured(None), warning
+    return Settings.load(given) if given else load_settings(None), warning
 
 
 def _lines(settings: Settings, shows_all: bool) -> list[str]:

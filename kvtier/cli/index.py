@@ -90,9 +90,9 @@ def _print(root: Root, where: str, found: Agreement) -> None:
     )
     if found.n_disagreements:
         print(
-            "What disagrees is a miss at its next use. A record that is not in the index only takes room: it may be "
-            "the second of its chunk, whose first was evicted. kvtier index rebuild makes the index agree with the "
-            "segments."
+            "What disagrees is a miss at its next use. A record that is not in the index only takes room: two engines "
+            "may have stored its chunk, and the index had the other record, which was evicted. kvtier index rebuild "
+            "makes the index agree with the segments."
         )
 
 

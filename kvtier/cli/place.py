@@ -27,7 +27,7 @@ from kvtier.cli.app import NotDone
 from kvtier.config.kv_transfer import ROOT_VARIABLE
 from kvtier.config.settings import Settings, has_root_variable
 from kvtier.errors import ConfigError
-from kvtier.storage.root import Root, find_root, with_capacity
+from kvtier.storage.root import Root, find_root, with_default_capacity
 from kvtier.storage.start_wait import in_time
 
 SETTINGS_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
@@ -60,7 +60,7 @@ ConfigOption = Annotated[
         "--config",
         metavar="FILE",
         parser=path_argument,
-        help="The settings file; without it, the one of KVTIER_CONFIG, or KVTIER_ROOT.",
+        help="The settings file; without it, the one that KVTIER_CONFIG names, or the root in KVTIER_ROOT.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print for programs.")]
@@ -80,7 +80,7 @@ def find_place(path: Path | None, config: Path | None) -> CommandTarget:
             raise ConfigError("config", str(config), f"{path} is a settings file too: leave one of them out")
         path, config = None, path
     if path is None:
-        settings = configured(config)
+        settings = load_settings(config)
         return CommandTarget(settings, find_root(settings.root), False)
     refuse_missing_file(path)
     root = find_root(path)
@@ -115,13 +115,15 @@ def deployment(path: Path | None, config: Path | None, needs_settings: bool = Tr
         opened.close()
 
 
-def configured(config: Path | None) -> Settings:
-    """Load the settings of a file; without one, those that the environment names. Where that has KVTIER_ROOT, they are
-    those of an engine that was started with it alone. Raises ConfigError."""
+def load_settings(config: Path | None) -> Settings:
+    """Return the settings of a file; without one, those that the environment gives. Where it sets KVTIER_ROOT, they
+    have the capacity of an engine that was started with this variable alone. Raises ConfigError."""
     settings = _load(config, {})
     is_by_root = config is None and has_root_variable()
     return (
-        in_time(settings.root, "measuring its free space", partial(with_capacity, settings)) if is_by_root else settings
+        in_time(settings.root, "measuring its free space", partial(with_default_capacity, settings))
+        if is_by_root
+        else settings
     )
 
 

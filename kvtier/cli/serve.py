@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.app import app
-from kvtier.cli.place import configured, path_argument
+from kvtier.cli.place import load_settings, path_argument
 from kvtier.errors import ConfigError
 from kvtier.runtime.exit_status import MEANINGS
 
@@ -20,7 +20,7 @@ def serve(
         typer.Argument(
             metavar="CONFIG.yaml",
             parser=path_argument,
-            help="The settings file; without it, the one of KVTIER_CONFIG, or KVTIER_ROOT.",
+            help="The settings file; without it, the one that KVTIER_CONFIG names, or the root in KVTIER_ROOT.",
         ),
     ] = None,
 ) -> int:
@@ -28,7 +28,7 @@ def serve(
     if path is not None and path.is_dir():
         fix = f"is a folder: name a settings file with `root: {path}` and the engines' capacity_bytes"
         raise ConfigError("config", str(path), fix)
-    settings = configured(path)
+    settings = load_settings(path)
     try:  # its packages are an extra: the other commands need none of them
         from kvtier.server.serve import run_serve
     except ModuleNotFoundError as missing:

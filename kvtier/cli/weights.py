@@ -43,7 +43,7 @@ def verify_weights(
         if write:
             files = weight_files(folder)
             if not os.access(folder, os.W_OK):
-                raise NotDone(f"{folder} cannot be written to, which the manifest beside the files needs")
+                raise NotDone(f"{folder} cannot be written to, and the manifest must stand there, beside the files")
             for path in files:  # a manifest of a broken file would declare it good
                 read_header(path)
             with WeightReader(progress=lambda landed: show(landed, total)) as reader:

@@ -99,7 +99,7 @@ class CapacitySettings(BaseModel):
 
 
 def smaller_set(slots: int | None) -> str:
-    """Return the setting that makes segment sets smaller. slots: of a set, None where the model is not known."""
+    """Return the setting to lower for smaller segment sets. slots: of a set, None where the model is not known."""
     return "chunk_tokens, for a set is one chunk" if slots == 1 else "segment_bytes"
 
 

@@ -12,7 +12,7 @@ from kvtier.errors import HIDDEN, ConfigError
 CONNECTOR, MODULE = "KVTierConnector", "kvtier.connectors.vllm"
 MULTI = "MultiConnector"  # of vLLM: several connectors, each with a configuration of its own
 ROLES = {"kv_both": (True, True), "kv_consumer": (True, False), "kv_producer": (False, True)}  # role -> (loads, saves)
-ROOT_VARIABLE = "KVTIER_ROOT"  # makes vLLM's plugin supply all of it
+ROOT_VARIABLE = "KVTIER_ROOT"  # variable with which vLLM's plugin supplies the connector's configuration
 POLICY = "recompute"
 VLLM_POLICY = "fail"  # vLLM's default of kv_load_failure_policy
 SETTINGS_KEY = "kv_connector_extra_config"

@@ -85,7 +85,8 @@ def _file_system(root: Path, place: Path, kind: FileSystem, settings: Settings |
         needed = size(settings.rank_set_bytes_max)
         fix = f"a segment set takes {needed}: fine only if older ones can be evicted; else free space"
         return Diagnosis("warn", "root", value, fix)
-    # Engines that have KVTIER_ROOT alone take a share of the disk, and `kvtier check` compares the default of files.
+    # An unset capacity gets no verdict here: engines with KVTIER_ROOT alone take a share of the disk, and
+    # `kvtier check` compares the default of a settings file with the disk.
     is_set = settings is not None and "capacity_bytes" in settings.model_fields_set
     if settings is not None and is_set and (fix := beyond_the_disk(place, settings.capacity_bytes)):
         return Diagnosis("warn", "root", value, fix)

@@ -77,7 +77,7 @@ def stripes_of(set_id: int) -> int:
 
 def part_of(set_id: int, rank: int, slot: int) -> int:
     """Return the file of the set that holds a rank's record slot, as rank * 16 + stripe."""
-    return rank * STRIPES_MAX + slot % ((set_id >> 16) % STRIPES_MAX + 1)  # as `stripes_of`
+    return rank * STRIPES_MAX + slot % ((set_id >> 16) % STRIPES_MAX + 1)  # `stripes_of` without a call
 
 
 def parts_of(set_id: int, rank: int) -> range:
@@ -87,7 +87,7 @@ def parts_of(set_id: int, rank: int) -> range:
 
 def slot_start(set_id: int, slot: int, slot_bytes: int) -> int:
     """Return the byte of its file at which a record slot of the set starts."""
-    return PAGE_BYTES + slot // ((set_id >> 16) % STRIPES_MAX + 1) * slot_bytes  # as `stripes_of`
+    return PAGE_BYTES + slot // ((set_id >> 16) % STRIPES_MAX + 1) * slot_bytes  # `stripes_of` without a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class SegmentHeader:
     def offset_of(self, slot: int, extent: Extent, slab_bytes: int) -> int | None:
         """Return the byte at which the record in that slot starts. None where this file does not have the slot, or
         holds records of another extent or slab size."""
-        place, stripe = divmod(slot, (self.set_id >> 16) % STRIPES_MAX + 1)  # as `stripes_of`
+        place, stripe = divmod(slot, (self.set_id >> 16) % STRIPES_MAX + 1)  # `stripes_of` without a call
         if stripe != self.stripe or slot >= self.slots or self.slab_bytes != slab_bytes or self.extent != extent:
             return None
         return PAGE_BYTES + place * self.slot_bytes

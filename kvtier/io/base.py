@@ -17,7 +17,8 @@ class Reads(Protocol):
 
 
 class Reader(Protocol):
-    """Engine of loads; see `ring.Ring`, which does for many chunks in one native call what is done one by one here."""
+    """Engine of loads; see `ring.Ring` for the methods. The ring takes all batches in one native call, the defaults
+    here take one after the other."""
 
     def submit(self, ops: Sequence[ReadOp]) -> Reads: ...
     def close(self, timeout_s: float = 1.0) -> bool: ...
@@ -38,7 +39,7 @@ class Reader(Protocol):
 
 
 def state_of(reads: Reads) -> int:
-    """Return the state of reads: see `ring.Ring.states`."""
+    """Return UNDER_WAY, CLEAN or FAILED, as `ring.Ring.states` does."""
     if not reads.wait(0):
         return UNDER_WAY
     return CLEAN if all(result.ok for result in reads.results()) else FAILED

@@ -1,4 +1,4 @@
-"""I/O engines of a worker, and opening them: the ring and KvikIO share one interface for reads (kvtier.io.base)."""
+"""I/O engines of a worker: opens the ring and KvikIO, which share one interface for reads (kvtier.io.base)."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class HostPages:
         for patch, block_ids, slabs, first_block, _, skip_bytes, _ in moves:
             n_blocks = len(block_ids)
             assert slabs.is_contiguous() and slabs.shape[0] == patch.n_heads
-            if described != (patch, n_blocks, skip_bytes):  # neighbours mostly are alike
+            if described != (patch, n_blocks, skip_bytes):  # neighbouring moves mostly have the same planes
                 described = patch, n_blocks, skip_bytes
                 planes = self._planes_of(patch, n_blocks, skip_bytes)
                 address = planes.ctypes.data
@@ -63,7 +63,7 @@ class HostPages:
                 raise ValueError(f"blocks {min(block_ids)}-{max(block_ids)} or their slab are out of range")
 
     def _planes_of(self, patch: Patch, n_blocks: int, skip_bytes: int) -> npt.NDArray[np.void]:
-        """Return the planes of the patch's layers, with the places of these in slabs of so many blocks."""
+        """Return the planes of the patch's layers, with the offset of each in a slab of `n_blocks` blocks."""
         first = patch.page_layer * self._planes_a_layer
         planes = self._planes[first : first + patch.n_layers * self._planes_a_layer].copy()
         plane_bytes = planes["row_bytes"] * np.uint64(n_blocks * self._pages.block_tokens)

@@ -55,7 +55,7 @@ def header_size(first_bytes: bytes, file_bytes: int) -> int:
     if len(first_bytes) < 8:
         raise Corrupt(f"a file of {len(first_bytes)} bytes")
     if first_bytes == b"version ":
-        raise Corrupt("it is a pointer of Git LFS, for which `git lfs pull` gets the file")
+        raise Corrupt("it is a pointer of Git LFS; run `git lfs pull`, which gets the file itself")
     (n_bytes,) = struct.unpack("<Q", first_bytes)
     if n_bytes > min(HEADER_BYTES_MAX, file_bytes - 8):
         raise Corrupt(f"a header of {n_bytes} bytes in a file of {file_bytes}; {HEADER_BYTES_MAX} may be read")

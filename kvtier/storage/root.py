@@ -42,7 +42,7 @@ NAMESPACE_FILE = "namespace.json"
 NOTES_FOLDER = "notes"
 
 MACHINE_ROOT = Path("/")
-CAPACITY_SHARE = 0.8  # capacity where the root alone is given, fraction of the space that is free or its segments'
+CAPACITY_SHARE = 0.8  # capacity of a root that is given alone, fraction of the space that is free or its segments'
 CAPACITY_UNIT = 1 << 30  # that capacity is rounded down to a multiple of this, bytes
 _NAMESPACE_FOLDER = re.compile(r"[0-9a-f]{32}")
 _VERSION_FOLDER = re.compile(r"v(\d+)")
@@ -380,9 +380,9 @@ def segments_bytes(path: Path) -> int:
     return total
 
 
-def with_capacity(settings: Settings) -> Settings:
-    """Return settings of a root that is given alone, as by KVTIER_ROOT: unless capacity_bytes is set, it is a share of
-    the disk. Raises OSError."""
+def with_default_capacity(settings: Settings) -> Settings:
+    """Return the settings of a root that is given alone, as by KVTIER_ROOT: where capacity_bytes is not set, it is
+    `default_capacity`. Raises OSError."""
     if "capacity_bytes" in settings.model_fields_set:
         return settings
     return settings.model_copy(update={"capacity_bytes": default_capacity(settings.root)})

@@ -47,7 +47,7 @@ def load(
 ) -> dict[str, torch.Tensor]:
     """Load files. See `kvtier.weights.load_files`."""
     if isinstance(filenames, str | bytes | os.PathLike):
-        raise TypeError(f"filenames are several paths, not {filenames!r}; load_file loads one file")
+        raise TypeError(f"filenames must be several paths, not {filenames!r}; load_file loads one file")
     files = [Path(name) for name in filenames]
     place = _device(device)
     with unchanged(files), WeightReader(progress=progress) as reader:
@@ -90,7 +90,7 @@ def _layout(files: list[Path]) -> _Layout:
 
 
 def _dtype(entry: TensorEntry) -> torch.dtype | None:
-    if entry.dtype == "F4" and entry.shape[-1] % 2 == 0:  # torch has pairs
+    if entry.dtype == "F4" and entry.shape[-1] % 2 == 0:  # torch has a dtype for pairs only
         dtype: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)  # from torch 2.8 on
         return dtype
     return TORCH_DTYPES.get(entry.dtype)
@@ -102,7 +102,7 @@ def _tensor(buffer: torch.Tensor, start: int, entry: TensorEntry) -> torch.Tenso
     shape = (*entry.shape[:-1], entry.shape[-1] // 2) if entry.dtype == "F4" else entry.shape
     if not entry.n_bytes:
         return torch.empty(shape, dtype=dtype, device=buffer.device)
-    # Each has a storage of its own within the buffer: pickle and torch.save write storages whole, and
+    # Each tensor has a storage of its own within the buffer: pickle and torch.save write storages whole, and
     # safetensors.torch.save_model refuses tensors that are parts of one.
     storage = buffer.untyped_storage()[start : start + entry.n_bytes]
     return torch.empty(0, dtype=dtype, device=buffer.device).set_(storage).view(shape)

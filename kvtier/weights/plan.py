@@ -58,7 +58,7 @@ class Elements:
 
     @property
     def content_bytes(self) -> int:
-        """Return the bytes of the elements alone."""
+        """Return the bytes of the elements, without those between them."""
         dtype: Any = getattr(torch, self.dtype)
         return int(math.prod(self.shape) * dtype.itemsize)
 
@@ -167,7 +167,7 @@ def _batches(conversions: Iterable[Conversion]) -> Iterator[list[Conversion]]:
 
 
 def _slices(conversion: Conversion) -> Iterator[Conversion]:
-    """Yield a conversion in slices that are read together at most, which bounds the host's memory."""
+    """Yield a conversion in slices of about CONVERTED_BYTES at most, which bounds the host's memory."""
     source, target = conversion.source, conversion.target
     if source.n_bytes <= CONVERTED_BYTES:
         yield conversion

@@ -41,7 +41,14 @@ PART_BYTES = 16 << 30  # most bytes of tensors in a file, unless one tensor has 
 BATCH_BYTES = 1 << 30  # tensors that are read together before they are written, bytes
 DATA_ALIGNMENT = 4096  # the first tensor begins at a multiple of this, bytes
 ROOM_TO_SPARE = 64 << 20  # for headers, manifest and the model's other files, bytes
-OTHER_WEIGHTS = (".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".tflite")  # of other frameworks, by their endings
+OTHER_WEIGHTS = (
+    ".h5",
+    ".msgpack",
+    ".ot",
+    ".onnx",
+    ".onnx_data",
+    ".tflite",
+)  # endings of other frameworks' weight files, which are not copied
 Content = bytes | memoryview
 _OTHER_SETTINGS = (
     "make the shards again with this engine's dtype and quantization, or, for expert parallelism, load the "
@@ -70,15 +77,17 @@ class RankState:
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Make the folder, and hold it: two processes would write into the same files. Raises ConfigError, OSError."""
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Make the folder and lock it, so that no other process writes the same files. Raises ConfigError, OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError("--out", str(folder), "another process writes shards there; let it end") from None
+            raise ConfigError(
+                "--out", str(folder), "another process writes shards there; wait until it has ended"
+            ) from None
         except OSError:  # a file system without locks
             pass
         yield
@@ -92,7 +101,7 @@ class ShardFolder:
     def __init__(self, folder: Path, manifest: ShardManifest, progress: Callable[[int], object]) -> None:
         """Begin, or go on where an earlier attempt at the same shards ended. Raises ConfigError.
 
-        folder: held by `alone_in`.
+        folder: locked by the caller with `locked_folder`.
         progress: is called with the bytes of each tensor that is written, or was before.
         """
         self._folder, self._manifest, self._progress = folder, manifest, progress

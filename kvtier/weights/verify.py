@@ -25,7 +25,7 @@ class WeightFinding:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model, with those of Mistral's own format beside them, which vLLM prefers.
+    """Return the safetensors files of a model, and those of Mistral's own format (`consolidated*`), which vLLM prefers.
 
     Raises WeightsUnreadable where a file of the index is missing, or there is none; Corrupt for a malformed index.
     """

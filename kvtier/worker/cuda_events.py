@@ -58,7 +58,7 @@ class Order(Protocol):
         ...
 
     def begin_copies(self, pairs: Pairs) -> Mark:
-        """Start copies that nothing else waits for, anywhere. The memory must stay until their mark is done."""
+        """Start copies that no launch waits for, on any stream. The memory must stay until their mark is done."""
         ...
 
     def begin_copies_down(self, pairs: Pairs) -> Mark:

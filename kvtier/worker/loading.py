@@ -2,11 +2,11 @@
 
     OPENING -> READING -> ARRIVED -> VERIFIED -> (a scatter for each load that wants it) -> ENDED
 
-A chunk of the host arena is COPYING instead of OPENING and READING; one of the staging arena starts as ARRIVED. What
-is read in a signed namespace lands in the host arena first, is judged there, and then is COPYING. SUSPECT: the bytes
-are not good, and wait until all chunks before them were scattered; then JUDGING: a thread of the pool looks whether
-they are to be read again. DROPPED: no load wants it any more, but the pool has it. A step takes all chunks that are
-ready for it. All steps but those of the pool run on the loop's thread.
+A chunk of the host arena is COPYING instead of OPENING and READING; one of the staging arena starts as ARRIVED. A chunk
+of a signed namespace is read into the host arena, JUDGING there, and then COPYING. SUSPECT: the read failed or the
+checksums differ, and the chunk waits until all chunks before it were scattered; then it is JUDGING: a thread of the
+pool decides whether it is read again. DROPPED: no load wants the chunk any more, but a task of the pool still has it. A
+step takes all chunks that are ready for it. All steps but those of the pool run on the loop's thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import Mark
 from kvtier.worker.read_plan import Source, slabs_bytes
-from kvtier.worker.record_reader import FetchFailed, FileReads, Held, RecordReader
+from kvtier.worker.record_reader import FetchFailed, FileReads, HeldSegments, RecordReader
 from kvtier.worker.task_pool import TaskPool
 
 OPENED_TOGETHER = 8  # chunks of a load whose segments one task of the pool opens, or that are copied behind one mark
@@ -96,7 +96,7 @@ class Load:
     n_landed: int = 0
     n_bytes: int = 0
     begun_s: float = 0.0
-    is_free: bool = False  # `after` is done
+    is_free: bool = False  # `after` is done, so the blocks may be written
     failure: Exception | None = None
 
     def wait_again(self, number: int) -> None:
@@ -123,7 +123,7 @@ class Fetch:
     host_slot: int = -1
     sources: tuple[Source, ...] = ()
     reads: FileReads | None = None
-    held: Held | None = None
+    held: HeldSegments | None = None
     copied: Mark = None
     n_moving: int = 0
     n_loads: int = 1
@@ -164,7 +164,7 @@ class ChunkLoader:
         self.reader = RecordReader(worker)
         self.in_state: dict[State, dict[Fetch, None]] = {state: {} for state in State if state is not State.ENDED}
         self.to_open: dict[tuple[Load | None, bool], list[Fetch]] = {}  # by load, and by whether they are read again
-        self.to_close: list[Held] = []  # one for each chunk that has released it
+        self.to_close: list[HeldSegments] = []  # one for each chunk that has released it
         self._worker = worker
         self._admit = admit
         self._loop = loop
@@ -174,7 +174,7 @@ class ChunkLoader:
         self._n_kept_now = 0
         self.begun_together = OPENED_TOGETHER if self._landing is None else 1
 
-    def move(self, fetches: Iterable[Fetch], state: State) -> None:
+    def set_state(self, fetches: Iterable[Fetch], state: State) -> None:
         entered = self.in_state.get(state)
         for fetch in fetches:
             self.in_state[fetch.state].pop(fetch, None)
@@ -183,8 +183,8 @@ class ChunkLoader:
                 entered[fetch] = None
 
     def begin(self, fetches: Sequence[Fetch]) -> int:
-        """Give new chunks slots and start to fill them, `begun_together` at most: as many, from the first on, as slots
-        are free for. Return their number."""
+        """Give new chunks, at most `begun_together`, slots in order until none is free, and start to fill these. Return
+        how many chunks have been begun."""
         worker = self._worker
         claimed = worker.arena.claim([fetch.chunk.key for fetch in fetches])
         cached, below = list[Fetch](), list[Fetch]()
@@ -197,11 +197,11 @@ class ChunkLoader:
                 cached.append(fetch)
         if cached:
             worker.metrics.add(names.ARENA_HIT_CHUNKS, len(cached))
-            self.move(cached, State.ARRIVED)
+            self.set_state(cached, State.ARRIVED)
         found: list[tuple[Fetch, int, tuple[Source, ...]]] = []
         if below and worker.host is not None:
             found, below = self._find_in_host(worker.host, below)
-        if below and self._landing is not None:  # last: a slot to land in might be taken from this chunk
+        if below and self._landing is not None:  # after the leases: the slot to land in might be taken from this chunk
             (fetch,) = below
             landing = self._landing.reserve()
             if landing is None:
@@ -248,7 +248,7 @@ class ChunkLoader:
             if clean:
                 self.arrived(clean)
             if doubtful:
-                self.move(doubtful, State.SUSPECT)
+                self.set_state(doubtful, State.SUSPECT)
         return bool(clean or doubtful)
 
     def judge(self, fetch: Fetch) -> None:
@@ -261,7 +261,7 @@ class ChunkLoader:
         self._judge_in_pool(fetch, partial(self.reader.judge, fetch.reads), partial(self._judged, fetch))
 
     def _judge_in_pool(self, fetch: Fetch, work: Callable[[], object], then: Callable[[object], None]) -> None:
-        self.move([fetch], State.JUDGING)
+        self.set_state([fetch], State.JUDGING)
         self._pool.add(work, then)
 
     def verify(self, fetches: Sequence[Fetch]) -> None:
@@ -279,8 +279,8 @@ class ChunkLoader:
                 if next(found) != source.checksums:
                     fetch.bad += (source,)
             (suspect if fetch.bad else good).append(fetch)
-        self.move(good, State.VERIFIED)
-        self.move(suspect, State.SUSPECT)
+        self.set_state(good, State.VERIFIED)
+        self.set_state(suspect, State.SUSPECT)
 
     def scatter(self, parts: Sequence[tuple[Fetch, Part]], after: Sequence[Mark]) -> Mark:
         """Launch the scatter of verified chunks into the blocks of the loads, behind `after`; return its mark."""
@@ -289,8 +289,8 @@ class ChunkLoader:
         return worker.order.begin(partial(worker.codec.decode, worker.pages, moves), *after)
 
     def leave(self, fetches: Sequence[Fetch]) -> None:
-        """The chunks have landed wherever they are wanted: their slots are free, or cache them for others."""
-        self.move(fetches, State.ENDED)
+        """End chunks that have landed wherever they are wanted: free their slots, or keep them there for others."""
+        self.set_state(fetches, State.ENDED)
         self._release(fetches)
         arena, admit, has_host = self._worker.arena, self._admit, self._worker.host is not None
         released, unused, kept_below = list[tuple[int, bytes]](), list[int](), list[tuple[Fetch, int, bool]]()
@@ -318,7 +318,7 @@ class ChunkLoader:
 
     def abandon(self, fetch: Fetch) -> None:
         """Give back what a chunk holds that no load waits for. Reads under way keep their slots until they return."""
-        self.move([fetch], State.ENDED)
+        self.set_state([fetch], State.ENDED)
         slot, fetch.slot, key = fetch.slot, -1, fetch.chunk.key
         if slot < 0:
             return
@@ -358,14 +358,14 @@ class ChunkLoader:
                     self._open_in_pool(left[first : first + OPENED_TOGETHER])
 
     def _open_in_pool(self, fetches: Sequence[Fetch]) -> None:
-        held = Held(len(fetches))
+        held = HeldSegments(len(fetches))
         for fetch in fetches:
             fetch.held = held
         self._pool.add(partial(self._submit_reads, fetches, held), partial(self._opened, fetches))
 
     def _open(self, fetches: Sequence[Fetch]) -> None:
         """Open the segments of new chunks of one load, or of one chunk."""
-        self.move(fetches, State.OPENING)
+        self.set_state(fetches, State.OPENING)
         first = fetches[0]
         load = first.wanted_by[0].load if first.wanted_by else None
         self.to_open.setdefault((load, first.was_reread), []).extend(fetches)
@@ -381,9 +381,9 @@ class ChunkLoader:
             fetch.host_slot = landing
         self._open([fetch])
 
-    def _submit_reads(self, fetches: Sequence[Fetch], held: Held) -> list[FileReads | Exception | None]:
-        """On a thread of the pool: return what became of each; None after the first one that failed, for most often the
-        others fail like it, and their load ends there."""
+    def _submit_reads(self, fetches: Sequence[Fetch], held: HeldSegments) -> list[FileReads | Exception | None]:
+        """Submit the reads, on a thread of the pool. Return the result of each chunk, and None for those after the
+        first that failed: most often they fail like it, and their load ends there."""
         lands_below = self._landing is not None
         chunks = [(fetch.chunk, fetch.host_slot if lands_below else fetch.slot) for fetch in fetches]
         first = fetches[0]
@@ -402,7 +402,7 @@ class ChunkLoader:
             if isinstance(result, FileReads) and fetch.state is State.OPENING:
                 fetch.sources = result.sources
                 begun.append(fetch)
-        self.move(begun, State.READING)
+        self.set_state(begun, State.READING)
         for fetch, result in zip(fetches, results, strict=True):
             if isinstance(result, Exception):
                 self._end_in_pool(fetch, result)
@@ -441,14 +441,14 @@ class ChunkLoader:
                 n_bytes += source.cut.n_bytes
         worker.metrics.add(names.FILE_READ_BYTES, n_bytes)
         if self._landing is not None:
-            self._rise(self._landing, fetches)
+            self._copy_up_signed(self._landing, fetches)
             return
-        self.move(fetches, State.ARRIVED if worker.arena.is_device else State.VERIFIED)
+        self.set_state(fetches, State.ARRIVED if worker.arena.is_device else State.VERIFIED)
         if worker.io.reader is not worker.io.ring:
             worker.metrics.add(names.KVIKIO_READ_BYTES, n_bytes)
 
-    def _rise(self, landing: ChunkArena, fetches: Sequence[Fetch]) -> None:
-        """Copy up what was read into the host arena and found good. It stays there only if it is wanted."""
+    def _copy_up_signed(self, landing: ChunkArena, fetches: Sequence[Fetch]) -> None:
+        """Copy up signed chunks that were read into the host arena and found good. Those stay there that are wanted."""
         risen = []
         self._release(fetches)
         for fetch in fetches:
@@ -466,7 +466,7 @@ class ChunkLoader:
             fetch.sources, fetch.origin, fetch.host_slot = sources, Origin.HOST, host_slot
             n_bytes = slabs_bytes(sources)
             pairs.append((arena.record(fetch.slot, n_bytes), host.record(host_slot, n_bytes)))
-        self.move(fetches, State.COPYING)
+        self.set_state(fetches, State.COPYING)
         mark = self._worker.order.begin_copies(pairs)
         for fetch in fetches:
             fetch.copied = mark
@@ -474,7 +474,7 @@ class ChunkLoader:
 
     def _copied_up(self, fetches: Sequence[Fetch], mark: Mark) -> None:
         still = [fetch for fetch in fetches if fetch.state is State.COPYING and fetch.copied is mark]
-        self.move(still, State.ARRIVED)
+        self.set_state(still, State.ARRIVED)
 
     def _reject(self, fetch: Fetch, bad: Sequence[Source]) -> None:
         """The bytes are not those that were saved: a copy is forgotten and read again; a record is offered no more."""
@@ -568,7 +568,7 @@ def _first_set(fetch: Fetch) -> int:
         return 0
 
 
-def _close_all(held: Counter[Held]) -> None:
+def _close_all(held: Counter[HeldSegments]) -> None:
     with ExitStack() as all_of_them:  # each is released, also if another one's release raises
         for each, n_chunks in held.items():
             all_of_them.callback(each.release, n_chunks)

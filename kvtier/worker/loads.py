@@ -35,7 +35,8 @@ from kvtier.worker.record_reader import FetchFailed, SegmentGone
 WINDOW_BYTES = 2 << 30
 WINDOW_MIN, WINDOW_MAX = 8, 64
 TOGETHER_MAX = 64  # chunks that are verified or scattered in one launch on a device
-# On the CPU the loop itself moves them: 8 MiB take 2 ms, but a codec may be slower.
+# Most chunks, and most bytes, of one scatter on the CPU, where the loop itself moves them: 8 MiB take 2 ms, but a codec
+# may be slower.
 MOVED_MAX, MOVED_BYTES = 8, 8 << 20
 # A load waits behind those that were asked for earlier, unless they are larger: each counts as asked for later by the
 # time that its bytes take at this rate.
@@ -175,15 +176,15 @@ class Loader:
             has_moved |= self._expire()
         if any(map(_waiting_of, loads)) and self._begin():
             has_moved = True
-            goes_on |= bool(verified or suspect)  # one may have been joined
+            goes_on |= bool(verified or suspect)  # a load may have joined one of these chunks
         if not all(map(_n_pending_of, loads)):
             self._answer_ended()
             has_moved = True
         if chunks.to_open:
             chunks.open_segments()
         goes_on |= bool(arrived)
-        has_more_to_close = has_moved and (goes_on or bool(reading))  # a turn will follow
-        if len(chunks.to_close) >= (CLOSED_TOGETHER if has_more_to_close else 1):
+        has_next_turn = has_moved and (goes_on or bool(reading))
+        if len(chunks.to_close) >= (CLOSED_TOGETHER if has_next_turn else 1):
             chunks.close_segments()
         is_polled = self._lacks_slot and not self._pool.is_busy
         n_bytes = len(reading) * self._worker.arena.slot_bytes
@@ -195,9 +196,10 @@ class Loader:
         insort(self._loads, load, key=lambda known: known.turn_s)
 
     def _scatter(self, has_moved: bool) -> tuple[bool, bool]:
-        """Launch what is verified, of all loads whose blocks are free to be written; else that of the first load, which
-        then waits on the device. (Marks of the engine's stream are done in the order of their loads.) Return whether
-        something has moved by now, and whether there is more to launch."""
+        """Launch the scatter of verified chunks of all loads whose blocks are free to be written. If there is no such
+        load, launch that of the load that was asked for first; the device then waits for its mark. (Marks of the
+        engine's stream are done in the order of their loads.) Return (whether the turn has moved anything, whether
+        there is more to launch)."""
         verified = self._next_verified()
         if not verified:
             return has_moved, False
@@ -362,7 +364,7 @@ class Loader:
         """Give up a chunk that no load wants. One that is in the pool is given back when the pool returns it."""
         self._forget(fetch)
         if fetch.state in (State.OPENING, State.JUDGING):
-            self._chunks.move([fetch], State.DROPPED)
+            self._chunks.set_state([fetch], State.DROPPED)
         else:
             self._chunks.abandon(fetch)
 

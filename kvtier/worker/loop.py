@@ -27,13 +27,13 @@ QUEUED_PAUSE_S, QUEUED_BYTES = 0.004, 512 << 20
 
 
 class Turn(NamedTuple):
-    """Result of a turn. has_moved: something changed. goes_on: the next turn has work at once. reads: the I/O
-    under way that was begun first. n_bytes: of all I/O under way. is_polled: something else that does not wake the loop
-    is under way."""
+    """Result of a turn. has_moved: something changed. goes_on: the next turn has work at once. io: the reads,
+    writes or flushes under way that were begun first. n_bytes: of all I/O under way. is_polled: something else is under
+    way that does not wake the loop."""
 
     has_moved: bool = False
     goes_on: bool = False
-    reads: Reads | None = None
+    io: Reads | None = None
     n_bytes: int = 0
     is_polled: bool = False
 
@@ -117,19 +117,19 @@ class TransferLoop:
             self._take_posted()
         if self._marks:
             has_moved |= self._take_marks()
-        goes_on, reads, n_bytes, is_polled = False, None, 0, False
+        goes_on, io, n_bytes, is_polled = False, None, 0, False
         for half in self.halves:
             turn = half.turn()
             if turn is not IDLE:
                 has_moved |= turn.has_moved
                 goes_on |= turn.goes_on
-                reads = reads or turn.reads
+                io = io or turn.io
                 n_bytes += turn.n_bytes
                 is_polled |= turn.is_polled
         for pool in self._pools:
             if pool.tasks or pool.n_still:
                 pool.staff()
-        return Turn(has_moved, goes_on, reads, n_bytes, is_polled or bool(self._marks))
+        return Turn(has_moved, goes_on, io, n_bytes, is_polled or bool(self._marks))
 
     def _wake(self) -> bool:
         """Have the loop run. Return False if it is closed. The caller holds the lock."""
@@ -153,18 +153,18 @@ class TransferLoop:
                 with self._changed:
                     if self._posted:
                         continue
-                    if turn.reads is None and not turn.is_polled:
+                    if turn.io is None and not turn.is_polled:
                         self._is_running = False
                         return
-                self._pause(turn.reads)
+                self._pause(turn.io)
         except BaseException:  # our bug, or CUDA's: no chunk is left without an answer, and no slot is lost
             self._give_up()
             raise
 
-    def _pause(self, reads: Reads | None) -> None:
+    def _pause(self, io: Reads | None) -> None:
         """Wait in native code for what ends next, without the interpreter lock."""
-        if reads is not None:
-            reads.wait(self._pause_s)
+        if io is not None:
+            io.wait(self._pause_s)
         elif self._marks:
             self._worker.order.wait_within(self._marks[0][0], self._pause_s)
         else:

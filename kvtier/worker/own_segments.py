@@ -57,9 +57,8 @@ class OwnSegments:
                     self._leave_unknown(files, {chunk.set_id})
                 leased = files.lease(chunk.set_id, header.part, for_writing=True)
         except TierUnavailable:
-            if self._was_removed(
-                chunk.set_id
-            ):  # with its namespace's folder, as after a reset: no fault of the storage
+            # A reset removes the set with its namespace's folder, which is no fault of the storage.
+            if self._was_removed(chunk.set_id):
                 return None
             raise
         if leased is not None and leased.header != header:
@@ -68,6 +67,7 @@ class OwnSegments:
         return leased
 
     def _was_removed(self, set_id: int) -> bool:
+        """Return True if the index does not have the set; False if it does, or cannot know."""
         index = self._worker.index
         with suppress(IndexUnavailable):
             return not index.was_reset and not index.some_sets([set_id]) and not index.was_reset
@@ -182,9 +182,9 @@ class OwnSegments:
             self._log.warning("trim", "segment set %016x is not trimmed: %s", set_id, fault)
 
     def _unlink(self, files: SegmentFiles, set_id: int) -> None:
-        # A reset does so to a namespace that is left; the scheduler's half logs losses. Until the engine's next sign of
-        # life, each chunk that is saved meets it again.
-        text = "segment set %016x was removed before all of it was written, as after a reset; what came late is dropped"
+        # A reset removes the sets of the namespace that the engine leaves; the scheduler's half logs losses. Until the
+        # engine's next heartbeat, each chunk that is saved comes here again.
+        text = "segment set %016x was removed before all of it was written, as after a reset; late records are dropped"
         self._log.line(logging.INFO, f"removed {set_id}", text, set_id)
         try:
             for part in parts_of(set_id, self._worker.share.rank):

@@ -17,7 +17,7 @@ _form_of = attrgetter("extent", "slab_bytes")
 
 
 class Cut(NamedTuple):
-    """The run of slabs that a rank takes of the records of one form, and where they go: chunks of a prompt share it.
+    """Run of slabs that a rank takes of a record, and their place. Records of one form share it.
 
     wanted: the part of the record that the rank takes; its heads are the slabs that are read.
     first_slab: place of the first of them among the record's.
@@ -42,14 +42,14 @@ class Source(NamedTuple):
 
 
 def place_in_file(location: Location) -> range:
-    """Bytes of the segment file that the record takes, from its header page on: slots are as large as their records."""
+    """Return the range of bytes of the record in its segment file. A slot is as large as its record."""
     n_bytes = record_bytes(location.extent, location.slab_bytes)
     start = slot_start(location.set_id, location.slot, n_bytes)
     return range(start, start + n_bytes)
 
 
 def sources_of(locations: Sequence[Location], held: Extent, slot_bytes: int) -> tuple[Source, ...] | None:
-    """Reads that together fill `held`; None when they do not cover it or exceed the slot."""
+    """Return the sources that together fill `held`; None when they do not cover it or exceed the slot."""
     cuts = _cuts_of(tuple(map(_form_of, locations)), held, slot_bytes)
     if cuts is None:
         return None
@@ -107,12 +107,12 @@ def _parts_of(extents: Sequence[Extent], held: Extent) -> list[tuple[int, Extent
 
 
 def slabs_bytes(sources: Sequence[Source]) -> int:
-    """Bytes of all slabs, which are side by side in the arena slot."""
+    """Return the bytes of all slabs, which are side by side in the arena slot."""
     last = sources[-1].cut
     return last.slot_offset + last.n_bytes - PAGE_BYTES
 
 
 def _shared(extent: Extent, held: Extent) -> tuple[int, int]:
-    """(layers, heads)"""
+    """Return (layers, heads) that both have."""
     common = extent.intersect(held)
     return (common.n_layers, common.n_heads) if common else (0, 0)

@@ -1,5 +1,5 @@
-"""Reading chunks' records from segments into arena slots: which reads that takes, what became of them, and that what is
-bad or gone is not offered again.
+"""Record reader: reads the records of chunks from segments into arena slots, judges them, and retracts those that are
+bad or gone.
 
 All of it may wait for the storage or for the index, so it runs on threads of the pool."""
 
@@ -53,7 +53,7 @@ class FileReads(NamedTuple):
     is_reread: bool  # the segments were opened for these reads
 
 
-class Held:
+class HeldSegments:
     """Segments that are open for some chunks, and memory that their reads fill, until all chunks have released them.
     Thread-safe."""
 
@@ -64,7 +64,7 @@ class Held:
         self._lock = threading.Lock()
 
     def release(self, n_chunks: int = 1) -> None:
-        """May close files, and take long."""
+        """Release for some of the chunks. The last release closes files, which may take long."""
         with self._lock:
             self._n_chunks -= n_chunks
             if self._n_chunks:
@@ -85,7 +85,7 @@ class _Prepared(NamedTuple):
 
 
 class RecordReader:
-    """Shared by all loads of a worker; thread-safe. arena: where the bytes land; what is signed, in host memory."""
+    """Shared by all loads of a worker; thread-safe. arena: where the bytes land, on the host if records are signed."""
 
     def __init__(self, worker: WorkerContext) -> None:
         self._worker = worker
@@ -98,14 +98,16 @@ class RecordReader:
         self._slab_bytes: dict[Extent, int | None] = {}  # of records of this model
 
     def begin(
-        self, namespace: bytes, chunks: Sequence[tuple[LoadChunk, int]], held: Held, *, anew: bool = False
+        self, namespace: bytes, chunks: Sequence[tuple[LoadChunk, int]], held: HeldSegments, *, anew: bool = False
     ) -> list[FileReads | Exception]:
         """Submit the reads of chunks into their slots, in order up to the first that fails; return what became of each
         up to that one. The segments stay open until `held` is released, which is not before the reads have ended.
         anew: through descriptors that are opened for this."""
         begun_s, failed, prepared = self._worker.clock(), list[FileReads | Exception](), list[_Prepared]()
         try:
-            self._worker.files(namespace)  # first: of a namespace that is not this worker's nothing is judged
+            self._worker.files(
+                namespace
+            )  # first: raises for a namespace of another worker, of which nothing is to be judged
             may_be_stuck = self.stuck.has_any
             for chunk, slot in chunks:
                 if may_be_stuck:
@@ -124,7 +126,7 @@ class RecordReader:
             reads.append(FileReads(namespace, key, slot, sources, batch, begun_s, pages, anew))
         return reads + failed if len(reads) == len(prepared) else reads  # else the queue was full
 
-    def _prepare(self, namespace: bytes, chunk: LoadChunk, slot: int, held: Held, anew: bool) -> _Prepared:
+    def _prepare(self, namespace: bytes, chunk: LoadChunk, slot: int, held: HeldSegments, anew: bool) -> _Prepared:
         """Raises FetchFailed, Corrupt, TierUnavailable."""
         located, _ = entries.parse(chunk.entry)
         for location in located:
@@ -166,7 +168,7 @@ class RecordReader:
 
     @property
     def engine(self) -> Reader:
-        """Return the engine of the reads. What is signed is to be `judge`d even where their state is CLEAN."""
+        """Return the engine of the reads. Signed records must be `judge`d even if the reads are CLEAN."""
         return self._worker.io.reader if self._signer is None else self._worker.io.ring
 
     def refuse_stuck(self, chunk: LoadChunk) -> None:
@@ -266,7 +268,7 @@ class RecordReader:
         except IndexUnavailable:
             self._worker.metrics.add(names.INDEX_ERRORS)
 
-    def _open(self, namespace: bytes, key: bytes, location: Location, held: Held, anew: bool) -> OpenSegment:
+    def _open(self, namespace: bytes, key: bytes, location: Location, held: HeldSegments, anew: bool) -> OpenSegment:
         name = location.set_id, location.part
         with self.stuck.opening(name):
             segment = self._lease(namespace, key, location, anew)

@@ -450,7 +450,7 @@ class RecordWriter:
                 continue
             files = self._worker.files(namespace)
             try:
-                if not self._worker.index.some_sets([set_id]):  # removed, as with the namespace that a reset left
+                if not self._worker.index.some_sets([set_id]):  # the set was removed, as a reset does
                     continue
                 files.trim_rank(set_id, self._worker.share.rank, used)
                 self._worker.index.close_set(set_id, files.set_bytes_of(set_id))

@@ -187,8 +187,8 @@ class Saver:
     # --- the loop's thread ---
 
     def turn(self) -> Turn:
-        """Take every chunk as far as it goes now. Those are polled that lack a slot of the host arena, which others may
-        give back."""
+        """Take every chunk as far as it goes now. The loop polls while chunks lack a slot of the host arena: others may
+        give one back."""
         if not self._staged:
             return IDLE
         has_moved = self._copy_down() if self._to_copy else False

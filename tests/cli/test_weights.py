@@ -72,13 +72,13 @@ def test_a_broken_file_gets_no_manifest(folder: Path, capsys: pytest.CaptureFixt
 def test_a_folder_that_cannot_be_written_to(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is said before all files are read."""
+    """The command says so before it reads the files."""
     monkeypatch.setattr(os, "access", lambda path, mode, **_: mode != os.W_OK)
     assert "cannot be written to" in refused(capsys, "weights", "verify", str(folder), "--write")
 
 
 def test_files_in_the_format_of_mistral(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """vLLM loads them where they are, and else the files of the index."""
+    """Where such files are, vLLM loads them instead of the files of the index."""
     save_file({"t": torch.zeros(9)}, folder / "consolidated.safetensors")
     printed(capsys, "weights", "verify", str(folder), "--write")
     flip(folder / "consolidated.safetensors", 90)

@@ -206,7 +206,7 @@ def test_a_damaged_checkpoint_is_not_sharded(checkpoint: Path, tmp_path: Path, c
     assert not list((tmp_path / "out").glob("model-*"))
 
 
-def test_what_vllm_refuses_is_said(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_message_has_the_reason_of_vllm(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
     for command in ("plan", "shard"):
         out = [] if command == "plan" else ["--out", str(tmp_path / "out")]
         assert main(["weights", command, str(checkpoint), "--tp", "3", *out]) == 2
@@ -220,7 +220,7 @@ def test_shards_that_are_not_complete_are_refused(copied: Path) -> None:
 
 
 def test_another_architecture_is_refused(made: Path) -> None:
-    """As that of a draft model within the checkpoint, whose layers shards do not have."""
+    """Shards do not have the layers of a draft model that is in the checkpoint."""
     config = engine_config(str(made), RANKS)
     with as_rank(config, 0):
         model, draft = fresh_model(config), SimpleNamespace(model=str(made), architecture="Qwen3MTP")
@@ -282,9 +282,12 @@ def test_what_is_in_the_way_is_refused(checkpoint: Path, made: Path, tmp_path: P
         weights_shard.shard(made, RANKS, tmp_path / "out", lambda total: lambda n_bytes: None)
 
 
-def test_two_do_not_write_into_one_folder(checkpoint: Path, tmp_path: Path) -> None:
-    """One would truncate what the other has written, and the other would sum it."""
-    with shards_module.alone_in(tmp_path / "out"), pytest.raises(ConfigError, match="another process writes shards"):
+def test_two_processes_do_not_write_into_one_folder(checkpoint: Path, tmp_path: Path) -> None:
+    """One process would truncate a file that the other has written and then sums."""
+    with (
+        shards_module.locked_folder(tmp_path / "out"),
+        pytest.raises(ConfigError, match="another process writes shards"),
+    ):
         weights_shard.shard(checkpoint, 1, tmp_path / "out", lambda total: lambda n_bytes: None)
     weights_shard.shard(checkpoint, 1, tmp_path / "out", lambda total: lambda n_bytes: None)
 

@@ -258,7 +258,7 @@ def test_a_plan_of_other_parameters_is_not_used(llama: Any, caplog: Any, tmp_pat
 
 
 def test_a_model_without_some_parameters_has_a_plan_of_its_own(llama: Any) -> None:
-    """As one without its vision tower: engines of both kinds share the folder of plans."""
+    """Engines with and without the vision tower of a model share the folder of plans."""
     config, _ = llama
     whole, part = fresh_model(config), fresh_model(config)
     part.model.layers[1].mlp.down_proj.weight = None

@@ -88,7 +88,7 @@ def casts(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
 
 
 def casts_to_columns(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
-    """As scales of merged layers in GPTQ checkpoints, and fused experts that are stored transposed."""
+    """Convert into columns, like the loaders of merged layers' scales in GPTQ and of transposed fused experts."""
     p["f"][:, :8].copy_(c["w"][:, :8])
     p["f"][:, 8:].copy_(c["w"][:, 8:])
     p["many"][:, 1::2].copy_(c["w"].view(4, 8, 8)[:, :, :4])
@@ -198,7 +198,7 @@ def test_what_is_converted_is_read_together(checkpoint: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("limit", [1, 100, 200])
 def test_large_conversions_are_read_in_slices(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """So the host's memory is bounded, whatever is read at once: rows of 128 bytes here, and a scalar."""
+    """The slices bound the host's memory. Here they are rows of 128 bytes, and a scalar."""
     monkeypatch.setattr(plan_module, "CONVERTED_BYTES", limit)
     sizes, read = [], plan_module.read_views
 
@@ -224,7 +224,7 @@ def test_a_stored_plan_of_a_smaller_model_is_not_used(checkpoint: Path) -> None:
 
 
 def test_tensors_come_in_the_order_of_vllm(tmp_path: Path) -> None:
-    """Not in that of their bytes: of two for one parameter, the later one counts."""
+    """The order is that of the names, not of the bytes: of two tensors for one parameter, the later one counts."""
     path = tmp_path / "model.safetensors"
     save_file({"b": torch.zeros(2), "a": torch.zeros(8, dtype=torch.uint8), "c": torch.zeros(2).double()}, path)
     with WeightReader() as reader:

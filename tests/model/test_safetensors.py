@@ -161,8 +161,8 @@ def test_short_files(tmp_path: Path, content: bytes) -> None:
         read_header(tmp_path / "x")
 
 
-def test_what_a_user_can_do_is_said(tmp_path: Path) -> None:
-    """A clone without Git LFS has pointers for files; a repeated key is named."""
+def test_errors_name_the_remedy(tmp_path: Path) -> None:
+    """A clone without Git LFS has pointers in place of files. An error about a repeated key names the key."""
     (tmp_path / "x").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n")
     with pytest.raises(Corrupt, match="git lfs pull"):
         read_header(tmp_path / "x")

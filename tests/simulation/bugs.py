@@ -81,7 +81,7 @@ def what_is_read_is_not_verified(original: Any, reader: RecordReader, *args: Any
 
 @planted(ChunkLoader, "verify", "damage", first_seed=4)
 def what_lies_in_an_arena_is_not_verified(original: Any, chunks: ChunkLoader, fetches: Sequence[Fetch]) -> None:
-    chunks.move(fetches, State.VERIFIED)
+    chunks.set_state(fetches, State.VERIFIED)
 
 
 @planted(tracked_request, "chunk_keys", "calm")
@@ -247,7 +247,7 @@ def nobody_wakes_the_loop_for_a_load_that_hangs(original: Any, loop: TransferLoo
 @planted(ChunkLoader, "arrived", "calm")
 def a_completion_is_lost(original: Any, chunks: ChunkLoader, fetches: Sequence[Fetch]) -> None:
     lost = [fetch for fetch in fetches if not fetch.chunk.key[0] % 4]
-    chunks.move(lost, State.JUDGING)
+    chunks.set_state(lost, State.JUDGING)
     original(chunks, [fetch for fetch in fetches if fetch not in lost])
 
 

@@ -62,7 +62,7 @@ def test_several_files_in_several_buffers(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_tensors_have_storages_of_their_own(tmp_path: Path) -> None:
-    """So one is pickled without the others of its buffer, and a model of them is saved as after safetensors' loader."""
+    """A tensor is pickled without the others of its buffer, and safetensors can save a model of these tensors."""
     save_file({"large": torch.zeros(1000, 1000), "bias": torch.arange(2.0)}, tmp_path / "x")
     found = load_file(tmp_path / "x")
     assert len(pickle.dumps(found["bias"])) < 1000
@@ -129,8 +129,8 @@ def test_a_dtype_that_torch_has_not(tmp_path: Path) -> None:
         load_file(tmp_path / "x")
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
-    """A pipe would be waited for without an end."""
+def test_paths_that_are_not_files(tmp_path: Path) -> None:
+    """A read of a pipe would wait without end."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(WeightsUnreadable, match="it is no regular file"):

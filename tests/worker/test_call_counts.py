@@ -97,7 +97,7 @@ def test_calls_of_a_chunk(
 
 
 def test_calls_of_a_chunk_that_is_loaded_over_a_device(tmp_path: Path, counted: Counted) -> None:
-    """Through staging slots, where what was read is verified."""
+    """The chunk passes through a staging slot, where it is verified."""
     n_chunks, tries = 64, 3
     prompts = [list(range(start, start + 64 * n_chunks)) for start in range(0, 10_000 * tries, 10_000)]
     blocks = list(range(4 * n_chunks))

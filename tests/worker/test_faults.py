@@ -361,7 +361,7 @@ def test_writes_that_had_ended_at_a_fault_of_the_loop_keep_it_from_nothing(
     take_io = RecordWriter._take_io
     monkeypatch.setattr(RecordWriter, "_take_io", fail_once)
     assert [done.outcome for done in engine.save(TOKENS[:64], BLOCKS[:4])] == [SaveOutcome.FAILED]
-    wait_until(lambda: not saver._loop._is_running and saver.turn().reads is None)
+    wait_until(lambda: not saver._loop._is_running and saver.turn().io is None)
     wait_until(lambda: saver.n_gathered == 0)
     saver.writer.disk.worked()
     assert [done.outcome for done in engine.save(TOKENS, BLOCKS)] == 5 * [SaveOutcome.SAVED]

@@ -1,4 +1,4 @@
-"""When the host arena is pinned: before an engine goes on starting, and in the gaps once it is at work."""
+"""Pinning of the host arena: at start, for which the engine waits, and between the loads of an engine at work."""
 
 from __future__ import annotations
 

@@ -71,11 +71,11 @@ def test_saves_that_a_reset_overtakes_log_no_warning(tmp_path: Path, caplog: pyt
     writer.store.reset()
     deadline = time.monotonic() + 20
     while left.parent.exists():
-        assert time.monotonic() < deadline, "what no lookup can name again stays"
+        assert time.monotonic() < deadline, "a segment that no lookup can name again stays"
         time.sleep(0.02)
     (transfer,) = writer.transfers
     transfer.save(plan)
     assert transfer.drain(20)
     writer.close()
     assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert not left.parent.exists(), "nor does what was written late"
+    assert not left.parent.exists(), "records that were written late stay"

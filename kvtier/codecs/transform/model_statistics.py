@@ -103,7 +103,7 @@ class CalibratedModel:
             following = torch.tensor([row[PREFIX_TOKENS:]], device=k.device)
             logits = self._model(following, past_key_values=self._cache(*planes)).logits[0].float()
             likelihoods = torch.log_softmax(logits, -1)
-            draw = torch.Generator().manual_seed(0)  # on the CPU, so that a table can be made again
+            draw = torch.Generator().manual_seed(0)  # on the CPU, so that the same text gives the same table
             drawn = torch.multinomial(likelihoods.detach().exp().cpu(), 1, generator=draw).to(k.device)
             likelihoods.gather(1, drawn).sum().backward()  # type: ignore[no-untyped-call]
         found = []

@@ -288,7 +288,7 @@ def _stamp(boot_id: str | None = None) -> str:
 
 def _publish(records: Sequence[NewRecord], into_unowned: bool, view: View) -> int:
     taken = 0
-    is_open: dict[int, bool] = {}  # whether records may be added to a set
+    is_open: dict[int, bool] = {}  # set id -> whether records may be added to the set
     for key, location, whole in records:
         set_id = location.set_id
         if set_id not in is_open:
