@@ -317,7 +317,7 @@ def files_go_before_the_index_forgets_them(
     return freed
 
 
-@planted(MemoryIndex, "retract", "stale_location", first_seed=4)
+@planted(MemoryIndex, "retract", "stale_location", first_seed=3)
 def retracting_takes_whatever_is_there(original: Any, index: MemoryIndex, key: bytes, location: Any) -> bool:
     value = index._entries.get(key)
     return [original(index, key, one) for one in ([] if value is None else entry.unpack(value))] != []
@@ -328,7 +328,7 @@ def who_was_taken_over_goes_on_publishing(original: Any, index: MemoryIndex, set
     return None
 
 
-@planted(MemoryIndex, "_publish_one", "slow_writers", first_seed=5)
+@planted(MemoryIndex, "_publish_one", "slow_writers", first_seed=1)
 def records_of_a_set_that_was_taken_over_are_published(
     original: Any, index: MemoryIndex, record: NewRecord, into_unowned: bool
 ) -> bool:
