@@ -275,7 +275,8 @@ def module_folders(folder: Path) -> list[str]:
         names = {Path(str(module["path"])) for module in modules}
     except (OSError, ValueError, TypeError, KeyError):
         return []
-    return sorted(str(name) for name in names if len(name.parts) == 1 and (folder / name).is_dir())
+    inside = {name.name for name in names if str(name) == name.name != ".."}  # "/" has no name
+    return sorted(name for name in inside if (folder / name).is_dir())
 
 
 def _untie(path: Path) -> None:

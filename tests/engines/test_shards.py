@@ -239,7 +239,7 @@ def test_other_files_of_the_model(checkpoint: Path, tmp_path: Path) -> None:
     """Pooling of an embedding model is in a subfolder; weights of other frameworks are of no use to vLLM."""
     folder, out = Path(shutil.copytree(checkpoint, tmp_path / "model")), tmp_path / "out"
     kind = "sentence_transformers.models.Pooling"
-    modules = [{"path": path, "type": kind} for path in ("1_Pooling", "../secret")]
+    modules = [{"path": path, "type": kind} for path in ("1_Pooling", "../secret", "..", "/")]
     (folder / "modules.json").write_text(json.dumps(modules))
     for name in ("1_Pooling/config.json", "onnx/model.onnx", "tf_model.h5", "flax_model.msgpack", "../secret/x"):
         (folder / name).parent.mkdir(exist_ok=True)
