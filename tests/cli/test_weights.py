@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_written_to(
 
 
 def test_files_in_the_format_of_mistral(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where such files are, vLLM loads them instead of the files of the index."""
+    """vLLM loads such files, where there are any, instead of the files of the index."""
     save_file({"t": torch.zeros(9)}, folder / "consolidated.safetensors")
     printed(capsys, "weights", "verify", str(folder), "--write")
     flip(folder / "consolidated.safetensors", 90)

@@ -175,7 +175,7 @@ def test_a_decode_that_raises_costs_its_loads_and_no_slot(readers: Readers, monk
 def test_a_read_that_is_not_submitted_frees_no_slot_of_those_under_way(
     readers: Readers, monkeypatch: pytest.MonkeyPatch, fault: type[Exception]
 ) -> None:
-    """Of a batch of chunks: the slot of the first was given to others, and its bytes landed there."""
+    """The slot of the first chunk of a batch was given to others, and its bytes landed there."""
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     arena, submit = readers.worker.arena, readers.ring.submit
 
