@@ -32,7 +32,9 @@ KVIKIO_THREADS, KVIKIO_TASK_BYTES = 16, 4 << 20  # the fastest on tmpfs
 KVIKIO_PIECE_BYTES = 32 << 20  # a chunk of an 8B model
 
 
-def direct_writes(folder: Path, n_bytes: int, keep: bool = False, files: int = 1) -> dict[str, Any]:
+def direct_writes(
+    folder: Path, n_bytes: int, keep: bool = False, files: int = 1, threads: int = THREADS
+) -> dict[str, Any]:
     """Measure direct writes to new fallocated files, as kvtier writes: `bytes_s` of the first pass over their blocks.
 
     keep: the first file stays, as `ceiling.bin`. files: pieces go to so many files in turn.
@@ -48,13 +50,13 @@ def direct_writes(folder: Path, n_bytes: int, keep: bool = False, files: int = 1
     try:
         for fd in fds:
             os.posix_fallocate(fd, 0, -(-n_bytes // files // PIECE_BYTES) * PIECE_BYTES)
-        seconds = each_piece(n_bytes, write, THREADS, PIECE_BYTES)
+        seconds = each_piece(n_bytes, write, threads, PIECE_BYTES)
     finally:
         for number, (path, fd) in enumerate(zip(paths, fds, strict=True)):
             os.close(fd)
             if number or not keep:
                 path.unlink()
-    return {"bytes_s": n_bytes / seconds, "bytes": n_bytes, "direct": is_direct, "threads": THREADS, "files": files}
+    return {"bytes_s": n_bytes / seconds, "bytes": n_bytes, "direct": is_direct, "threads": threads, "files": files}
 
 
 def direct_reads(path: Path) -> dict[str, Any]:

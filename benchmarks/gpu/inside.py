@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.sampler import GrowthWatch
 from benchmarks.gpu.watch import Watch
 
 _watches: list[Watch] = []
+_growth: list[GrowthWatch] = []
 
 
 def worker_half() -> Any:
@@ -49,6 +51,16 @@ def start_watch(worker: Any, share: int) -> None:
 
 def take_watch(worker: Any) -> dict[str, Any]:
     return _watches[0].take()
+
+
+def start_growth(worker: Any) -> None:
+    """Watch the bytes that this worker has stored."""
+    transfer = worker_half()._bridge._transfer
+    _growth[:] = [GrowthWatch(lambda: transfer.metrics.total().get("save_bytes", 0.0))]
+
+
+def take_growth(worker: Any) -> list[tuple[float, float]]:
+    return _growth.pop().close()
 
 
 def resident() -> tuple[int, int]:

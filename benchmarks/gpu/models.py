@@ -46,6 +46,7 @@ class Dimensions:
 DIMENSIONS = {
     "8b": Dimensions(32, 4096, 14336, 32, 8, 128, 128256, 131072),
     "70b": Dimensions(80, 8192, 28672, 64, 8, 128, 128256, 131072),
+    "70b-half": Dimensions(40, 8192, 28672, 64, 8, 128, 128256, 131072),  # fits two GPUs of 80 GB, with room for KV
     "small": Dimensions(8, 1024, 2816, 16, 8, 128, 4096, 32768, is_saved=True),
     "mla": Dimensions(4, 1024, 2816, 16, 16, 128, 4096, 32768, is_saved=True, is_mla=True),
     "tiny": Dimensions(2, 128, 256, 4, 2, 64, 512, 8192, is_saved=True),  # for a CPU, to try the scripts

@@ -13,7 +13,8 @@
 #   doctor       kvtier doctor on both folders                                         15    60
 #   ceilings     copies, storage, KvikIO's reads into the GPU                          50   150
 #   kernels      gather, scatter, checksum                                             60   120
-#   weights      weights from tmpfs by kvtier and others (WHEELS: a folder of theirs)  270   580
+#   weights      weights from tmpfs by kvtier and others, and in vLLM (WHEELS: a folder of theirs; WEIGHTS: some models)  370   590
+#   weights-disk  weights of 0.6B from the disk, beside direct reads                     20   100
 #   weights-engine  an engine's start by phases, of each of FORMATS, and its first prompt from storage    350   590
 #   tests        tests/kernels, tests/gpu and tests/io, on the device                  90   240
 #   codecs       the codecs' kernels (TUNE: other tilings too)                           90   200
@@ -26,6 +27,7 @@
 #   save         what saving costs, durable rate                                      260   400
 #   two-equal    two GPUs: blocks and tokens across TP sizes, and stray contexts      180   330
 #   two-ttft     two GPUs: 70B's dimensions at TP=2, in one process                      85   450
+#   two-load     two GPUs: under-load at TP=2, half of 70B's layers, SHM=150G               160 a system   580
 #   two-weights  two GPUs: weights of 70B's dimensions, SHM=200G (LAYERS=36 with arms of shards, 80 without; ARMS)  480   590
 #   two-engines  two GPUs: two engines on one root, SHM=150G REDIS=FOLDER; of each of SYSTEMS (EACH_S of it: 240)   340   590
 #   versus-tmpfs kvtier raw and k4v4, vLLM's tiering, no tier, ceilings, KvikIO alone  340   560
@@ -229,7 +231,14 @@ stage() {
     kernels)
       TINY="" bench kernels 120 --out "$OUT/kernels.json" ;;
     weights)
-      bench weights_rate 580 --out "$OUT/weights_rate.json" --folder "$MEMORY/weights" ${WHEELS:+--wheels "$WHEELS"} ;;
+      bench weights_rate 590 --out "$OUT/weights_rate.json" --folder "$MEMORY/weights" ${WHEELS:+--wheels "$WHEELS"} \
+        ${WEIGHTS:+--models "$WEIGHTS"} --repetitions "${REPEAT:-3}" ;;
+    weights-disk)
+      rm -rf "$DISK/weights"
+      python3 -c "from pathlib import Path; from benchmarks.gpu.weights_files import MODELS, make; make(Path('$DISK/weights'), MODELS['0.6b'])" &&
+        python3 -m kvtier.cli weights verify "$DISK/weights" --write && sync && echo 1 > /proc/sys/vm/drop_caches &&
+        timeout -k 5 100 python3 -m kvtier.cli weights bench "$DISK/weights" --device cuda:0
+      rm -rf "$DISK/weights" ;;
     weights-engine)
       bench weights_engine 590 --out "$OUT/weights_engine.json" --folder "$MEMORY/start" --logs "$WORK/logs" \
         --formats "${FORMATS:-auto,kvtier}" --repetitions "${REPEAT:-2}" ${WHEELS:+--wheels "$WHEELS"} ;;
@@ -247,7 +256,7 @@ stage() {
       return $bad ;;
     under-load)
       bench under_load 580 --folder "${FOLDER:-$MEMORY}" --out "$OUT/${NAME:-under_load}.json" --logs "$WORK/logs" \
-        --extra "$EXTRA" --systems "${SYSTEMS:-kvtier,native}" --kinds "${KINDS:-save,long,short}" ${EAGER:+--eager} ;;
+        --extra "$EXTRA" --systems "${SYSTEMS:-kvtier,native}" --kinds "${KINDS:-save,long,short}" ${EAGER:+--eager} "${@:2}" ;;
     load)
       bench load_mix 330 --folder "$MEMORY" --out "$OUT/load_mix.json" --logs "$WORK/logs" ;;
     demo)
@@ -267,6 +276,9 @@ stage() {
       [ -z "${TINY:-}" ] || lengths=300,600
       ttft "${NAME:-two_gpus_ttft}" "$MEMORY" 450 --model 70b --tp 2 --gpu-memory 0.85 --timeout 280 \
         --lengths "${LENGTHS:-$lengths}" --count "${COUNT:-2}" ;;
+    two-load)
+      NAME=two_gpus_under_load KINDS=${KINDS:-save,long} SYSTEMS=${SYSTEMS:-kvtier} \
+        stage under-load --model 70b-half --tp 2 --gpu-memory 0.9 --timeout 280 ;;
     two-weights)
       bench weights_two_ranks 590 --folder "$MEMORY/weights" --out "$OUT/${NAME:-two_gpus_weights}.json" \
         --logs "$WORK/logs/two-ranks" --layers "${LAYERS:-36}" --repetitions "${REPEAT:-3}" \

@@ -1,9 +1,12 @@
-"""Sampler: a thread that looks at a growing value while an engine works."""
+"""Threads that look at a growing value while an engine works."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+
+SAMPLE_S = 0.02
 
 
 class Sampler:
@@ -23,3 +26,24 @@ class Sampler:
     def _run(self) -> None:
         while not self._stop.wait(self._every_s):
             self._look()
+
+
+class GrowthWatch:
+    """Samples of a growing number, taken every SAMPLE_S by a thread: (seconds, value) whenever it grew.
+
+    Seconds are of `time.perf_counter`, which all processes of a Linux machine share.
+    """
+
+    def __init__(self, measure: Callable[[], float]) -> None:
+        self._measure = measure
+        self._samples = [(time.perf_counter(), measure())]
+        self._sampler = Sampler(self._sample, SAMPLE_S)
+
+    def close(self) -> list[tuple[float, float]]:
+        self._sampler.close()
+        return self._samples
+
+    def _sample(self) -> None:
+        value = self._measure()
+        if value != self._samples[-1][1]:
+            self._samples.append((time.perf_counter(), value))

@@ -93,13 +93,13 @@ class EngineSetup:
         size = DIMENSIONS[options.model]
         llm: dict[str, Any] = {"enforce_eager": True} if options.eager else dict(GRAPHS)
         llm |= {"max_model_len": size.context_tokens, "gpu_memory_utilization": options.gpu_memory}
-        llm["tensor_parallel_size"] = options.tp
         # Every timed hit is loaded, also where the engine found that computing is quicker.
         extra: dict[str, Any] = {"capacity_bytes": "400GiB", "min_load_tokens": 256}
         if not size.is_saved:
             llm |= {"load_format": "dummy", "dtype": "bfloat16"}
             extra["model_tag"] = f"llama-{options.model}-dummy"
         found = cls.of(options, options.model, llm, extra)
+        found.llm["tensor_parallel_size"] = options.tp
         found.extra.update(json.loads(options.extra))
         return found
 

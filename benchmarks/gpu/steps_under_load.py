@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 from benchmarks.gpu import inside
 from benchmarks.gpu.engine import NO_TIER, MeasuredEngine, grown, parameters
 from benchmarks.gpu.models import prompt
-from benchmarks.gpu.sampler import Sampler
+from benchmarks.gpu.sampler import GrowthWatch
 from benchmarks.gpu.systems import stored_bytes
 
-SAMPLE_S = 0.02
 DECODER_TOKENS = 256  # of each decoder's prompt
 ANSWER_TOKENS_MAX = 6000  # of each decoder
 ALONE_S = 2.0  # of decoding before others come
@@ -22,51 +20,31 @@ SAVED, LOADED = {"kvtier_load": False}, {"kvtier_save": False}
 Found = dict[str, Any]
 
 
-class GrowthWatch:
-    """Samples of a growing number of bytes, taken every SAMPLE_S by a thread: (seconds, bytes) whenever it grew."""
-
-    def __init__(self, measure: Callable[[], float]) -> None:
-        self._measure = measure
-        self._samples = [(time.perf_counter(), measure())]
-        self._sampler = Sampler(self._sample, SAMPLE_S)
-
-    def close(self) -> list[tuple[float, float]]:
-        self._sampler.close()
-        return self._samples
-
-    def _sample(self) -> None:
-        value = self._measure()
-        if value != self._samples[-1][1]:
-            self._samples.append((time.perf_counter(), value))
-
-
 def save_burst(engine: MeasuredEngine, kind: str, count: int, n_tokens: int) -> Found:
     """Compute `count` prompts at once with saving on and wait until what was taken is durable.
 
-    `durable_bytes_s` is the mean over the time in which the durable bytes grew.
+    `durable_bytes_s` is the mean over the time in which the durable bytes of any rank grew.
     """
-    half = inside.worker_half()
-    transfer = half._bridge._transfer if engine.system == "kvtier" else None
-
-    def durable() -> float:
-        return stored_bytes(engine.data) if transfer is None else transfer.metrics.total().get("save_bytes", 0.0)
-
-    before, watch = engine.counters(), GrowthWatch(durable)
+    is_ours, before = engine.system == "kvtier", engine.counters()
+    if is_ours:
+        engine.llm.collective_rpc(inside.start_growth)
+    else:
+        watch = GrowthWatch(lambda: stored_bytes(engine.data))
     started = time.perf_counter()
     _ask_at_once(engine, kind, count, n_tokens, SAVED)
     computed_s = time.perf_counter() - started
     engine.settle()
-    samples = watch.close()
-    growth = samples[1:]
-    grew_s = growth[-1][0] - growth[0][0] if len(growth) > 1 else 0.0
+    ranks = engine.llm.collective_rpc(inside.take_growth) if is_ours else [watch.close()]
+    growth = [samples[1:] for samples in ranks if len(samples) > 1]
+    grew_s = max(one[-1][0] for one in growth) - min(one[0][0] for one in growth) if growth else 0.0
     found: Found = {
         "computed_s": computed_s,
-        "durable_after_s": samples[-1][0] - started,
-        "saved_bytes": samples[-1][1] - samples[0][1],
-        "durable_bytes_s": (growth[-1][1] - growth[0][1]) / grew_s if grew_s else 0.0,
+        "durable_after_s": max(samples[-1][0] for samples in ranks) - started,
+        "saved_bytes": sum(samples[-1][1] - samples[0][1] for samples in ranks),
+        "durable_bytes_s": sum(one[-1][1] - one[0][1] for one in growth) / grew_s if grew_s else 0.0,
         "counted": grown(before, engine.counters()),
     }
-    if transfer is not None:
+    if is_ours:
         prompts = [_tokens(engine, kind, number, n_tokens) for number in range(count)]
         found["stored_chunks"] = [sum(pair) for pair in zip(*map(engine.stored_chunks, prompts), strict=True)]
     engine.forget()

@@ -15,27 +15,29 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.gpu.ceilings import copies, direct_writes, read_rate
+from benchmarks.gpu.ceilings import THREADS, copies, direct_writes, read_rate
 from benchmarks.gpu.setup import EngineSetup, add_timed_engine, parser
 from benchmarks.report import ms
 
-FILES = 12  # that plain writers write at once
+FILES = 12  # that plain writers of a rank write at once
 SHAPES = {"save": (32, 6144), "long": (16, 12_000), "short": (64, 4000), "shared": (64, 8000)}
 TINY_SHAPES = {"save": (4, 256), "long": (3, 512), "short": (6, 192), "shared": (6, 256)}
 DECODERS, TAIL_TOKENS = 16, 60
 
 
-def ceilings(setup: EngineSetup, is_tiny: bool) -> dict[str, float]:
+def ceilings(setup: EngineSetup, ranks: int, is_tiny: bool) -> dict[str, float]:
+    """Return rates of all ranks together, bytes a second: THREADS and FILES of each; a GPU's copies times the ranks."""
     n_bytes = (64 << 20) if is_tiny else (12 << 30)
-    path = setup.folder / "ceiling.bin"
-    found = {f"writes_{files}": direct_writes(setup.folder, n_bytes, files=files)["bytes_s"] for files in (1, FILES)}
+    path, threads = setup.folder / "ceiling.bin", THREADS * ranks
+    several = direct_writes(setup.folder, n_bytes, files=FILES * ranks, threads=threads)
+    found = {"writes_1": direct_writes(setup.folder, n_bytes)["bytes_s"], "writes": several["bytes_s"]}
     direct_writes(setup.folder, n_bytes // 4, keep=True)
-    found["reads"] = read_rate(path, repeats=3)
+    found["reads"] = read_rate(path, threads, repeats=3)
     path.unlink()
     if not is_tiny:
         import torch
 
-        found |= copies()
+        found |= {name: ranks * rate for name, rate in copies().items()}
         torch.cuda.empty_cache()  # the engines want this memory
     return found
 
@@ -74,7 +76,7 @@ def measure(
 def rows_of(system: str, found: dict[str, Any], limits: dict[str, float], token_bytes: int) -> list[tuple[str, ...]]:
     """Return the rows of the table: system, measure, value, share of a ceiling."""
     burst, loaded = found["stored"]["save_burst"], found["loaded"]
-    writes = limits[f"writes_{FILES}"]
+    writes = limits["writes"]
     rate = min(limits["reads"], limits.get("h2d_bytes_s", limits["reads"]))
     stored = " of ".join(map(str, burst.get("stored_chunks", ())))
     rows = [
@@ -118,8 +120,9 @@ def main() -> int:
     options = made.parse_args()
     setup, shapes = EngineSetup.timed(options), TINY_SHAPES if options.tiny else SHAPES
     setup.folder.mkdir(parents=True, exist_ok=True)
-    limits = ceilings(setup, options.tiny)
-    content: dict[str, Any] = {"folder": str(setup.folder), "shapes": shapes, "ceilings": limits, "systems": {}}
+    limits = ceilings(setup, options.tp, options.tiny)
+    content: dict[str, Any] = {"folder": str(setup.folder), "model": setup.kind, "tp": options.tp, "shapes": shapes}
+    content |= {"ceilings": limits, "systems": {}}
     rows: list[tuple[str, ...]] = []
     for system in options.systems.split(","):
         found = content["systems"][system] = measure(setup, system, options.kinds.split(","), shapes, options.tiny)

@@ -12,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 ELEMENT_BYTES = 2
 RANDOM_BYTES = 64 << 20  # random bytes, of which each tensor takes others
 WRITERS = 32  # files written at once: writes to one file exclude each other
+SUM_WORDS = 1 << 22  # 8-byte words that are weighted at once
 PIECE_SHIFT = 104_729 * 16  # bytes by which the next piece of a tensor begins further on, so that halves differ
 
 
@@ -176,3 +178,15 @@ def _pieces(file: FileIO, shard: list[tuple[int, PlacedTensor]]) -> Iterator[tup
             size = min(left, RANDOM_BYTES)
             yield skip, skip + size, offset
             offset, left, skip = offset + size, left - size, (skip + PIECE_SHIFT) % RANDOM_BYTES
+
+
+def position_sum(tensor: Any) -> int:
+    """Return the sum of a tensor's 8-byte words, each times an odd number of its position, modulo 2**64."""
+    import torch
+
+    words = tensor.detach().contiguous().view(-1).view(torch.int64)
+    weights = torch.arange(1, 2 * min(SUM_WORDS, len(words)), 2, device=words.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for number, piece in enumerate(words.split(SUM_WORDS)):
+        total += (piece * weights[: len(piece)]).sum() * (2 * number + 1)
+    return int(total)

@@ -6,10 +6,11 @@
 Makes random bf16 checkpoints of the models' dimensions in the folder (8b: 16 GB, 0.6b: 1.2 GB, moe: 16 layers of
 Qwen3-30B-A3B, 21 GB) and reads them once. Then each loader loads each of them in a process of its own, in turns.
 Seconds are those from after the CUDA context was made until the last byte is in parameters that were allocated before,
-as vLLM fuses them, and compared where the loader compares; imports do not count. The sums of all parameters must be
-equal. Host memory: highest resident size over that before the load. `kvtier@12x2x4` is kvtier with 12 threads of 2
-buffers of 4 MiB. --wheels: a folder of wheels that are not installed (instanttensor); a loader that cannot be imported
-is left out. --tiny: on the CPU, to try this script.
+as vLLM fuses them, and compared where the loader compares; imports do not count. `vllm:...` are vLLM's loaders of these
+load formats: seconds of `load_weights`, with the manifest beside the files; kvtier-stored finds a plan. The sums of all
+parameters must be equal. Host memory: highest resident size over that before the load. `kvtier@12x2x4` is kvtier with
+12 threads of 2 buffers of 4 MiB. --wheels: a folder of wheels that are not installed (instanttensor); a loader that
+cannot be imported is left out. --tiny: on the CPU, to try this script.
 """
 
 from __future__ import annotations
@@ -32,7 +33,19 @@ from typing import Any
 from benchmarks import report
 from benchmarks.gpu.ceilings import copies as measure_copies
 from benchmarks.gpu.ceilings import read_rate
-from benchmarks.gpu.weights_files import MODELS, PlacedTensor, add_models, make, parameters_of, parser, tensors_of
+from benchmarks.gpu.setup import TINY_ENVIRONMENT
+from benchmarks.gpu.weights_files import (
+    MODELS,
+    PlacedTensor,
+    add_models,
+    make,
+    parameters_of,
+    parser,
+    position_sum,
+    tensors_of,
+)
+from benchmarks.gpu.weights_in_vllm import config_of
+from benchmarks.gpu.weights_in_vllm import load as load_in_vllm
 
 QUESTION = "how long weights take from files into GPU memory"
 LIMIT_S = 120  # of one process
@@ -114,18 +127,23 @@ def _fastsafetensors(files: list[Path], place: Place) -> Iterator[object]:
 
 
 PEERS = {"instanttensor": _instanttensor, "fastsafetensors": _fastsafetensors, "auto": _auto}
-LOADERS = ("kvtier", "kvtier-verified", *PEERS)
+IN_VLLM = "vllm:"  # before a load format: by vLLM's loader of that format
+LOADERS = (
+    "kvtier", "kvtier-verified", *PEERS, "vllm:kvtier", "vllm:kvtier-stored", *(f"{IN_VLLM}{name}" for name in PEERS)
+)  # fmt: skip
 
 
 # --- one load, in a process of its own ---
 
 
-def load(loader: str, files: list[Path], tensors: list[PlacedTensor], device: str) -> dict[str, Any]:
-    """Load once and return what was measured. Waits for a line of input when all is imported."""
+def _into_parameters(
+    loader: str, files: list[Path], tensors: list[PlacedTensor], device: str
+) -> Iterator[dict[str, float] | list[int] | None]:
+    """Import, allocate, load and sum the parameters, with a yield after each of these."""
     import torch
 
-    steps: Iterator[Any]
     parameters: dict[str, Any] = {}
+    steps: Iterator[Any]
     if loader.startswith("kvtier"):
         steps = _kvtier(files, tensors, parameters, loader)
     else:
@@ -137,10 +155,29 @@ def load(loader: str, files: list[Path], tensors: list[PlacedTensor], device: st
 
         steps = PEERS[loader](files, place)
     next(steps)
-    print("imported", flush=True)
-    sys.stdin.readline()
+    yield None
     for name, elements in parameters_of(tensors).items():
         parameters[name] = torch.zeros(elements, dtype=torch.bfloat16, device=device)
+    yield None
+    yield next(steps)
+    yield list(map(position_sum, parameters.values()))
+    next(steps, None)
+
+
+def load(loader: str, files: list[Path], tensors: list[PlacedTensor], device: str) -> dict[str, Any]:
+    """Load once and return what was measured. Waits for a line of input when all is imported."""
+    import torch
+
+    steps: Iterator[Any] = (
+        load_in_vllm(loader.removeprefix(IN_VLLM), files[0].parent, device)
+        if is_in_vllm(loader)
+        else _into_parameters(loader, files, tensors, device)
+    )
+    next(steps)
+    torch.zeros(1, device=device)  # makes the CUDA context
+    print("imported", flush=True)
+    sys.stdin.readline()
+    next(steps)
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     synchronize()
     Path("/proc/self/clear_refs").write_text("5")  # the highest resident size counts from here
@@ -151,7 +188,7 @@ def load(loader: str, files: list[Path], tensors: list[PlacedTensor], device: st
     found["host_bytes"] = _resident("VmHWM") - before
     if "planned_s" in more:
         more["planned_s"] -= start_s
-    found["sums"] = [int(value.view(torch.int64).sum()) for value in parameters.values()]
+    found["sums"] = next(steps)
     next(steps, None)
     return found | more
 
@@ -176,51 +213,61 @@ def child(options: argparse.Namespace) -> int:
 
 
 class WaitingLoader:
-    """A loader that has imported what it needs and waits. Loaders of a turn import at the same time."""
+    """A loader that has imported what it needs and waits. All loaders of a model import at the same time."""
 
-    def __init__(self, options: argparse.Namespace, loader: str, model: str, folder: Path, path: str) -> None:
+    def __init__(self, options: argparse.Namespace, loader: str, model: str) -> None:
         command = [sys.executable, "-m", "benchmarks.gpu.weights_rate", "--child", loader, "--models", model]
-        command += ["--folder", str(folder), "--out", str(options.out), *(["--tiny"] if options.tiny else [])]
+        command += ["--folder", str(options.folder / model), "--out", str(options.out), *["--tiny"] * options.tiny]
+        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), *unpacked(options.wheels))))
+        environment = os.environ | {"PYTHONPATH": path} | (TINY_ENVIRONMENT if options.tiny else {})
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=os.environ | {"PYTHONPATH": path},
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            env=environment | {"VLLM_LOGGING_LEVEL": "INFO"},
         )  # fmt: skip
 
+    def wait_for_imports(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line == "imported\n":
+                return
+
     def run(self) -> dict[str, Any]:
+        """Return what was measured, with the last line of the log that gives its time, or {"failed"}."""
         try:
-            output, errors = self._process.communicate("go\n", timeout=LIMIT_S)
+            output = self._process.communicate("go\n", timeout=LIMIT_S)[0]
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
             return {"failed": f"no end after {LIMIT_S} s"}
+        self._log.seek(0)
+        errors = self._log.read()
         lines = [line for line in output.splitlines() if line.startswith("{")]
         if self._process.returncode or not lines:
-            return {"failed": errors[-2000:]}
-        return dict(json.loads(lines[-1]))
+            return {"failed": (errors or output)[-2000:]}
+        told = [line for line in (output + errors).splitlines() if "loading weights took" in line]
+        return dict(json.loads(lines[-1])) | ({"log": told[-1]} if told else {})
 
 
-def measure(
-    options: argparse.Namespace, model: str, folder: Path, loaders: list[str]
-) -> dict[str, list[dict[str, Any]]]:
-    """Run all loaders in turns. Return the runs of each."""
+def measure(options: argparse.Namespace, model: str, loaders: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """Run all loaders in turns; in vLLM `auto`, which is slow, once. Return the runs of each."""
     found: dict[str, list[dict[str, Any]]] = {loader: [] for loader in loaders}
-    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), *unpacked(options.wheels))))
+    if (stored := f"{IN_VLLM}kvtier-stored") in loaders:
+        WaitingLoader(options, stored, model).run()  # stores the plan
+    waiting = []
     for turn in range(options.repetitions):
-        order = loaders[turn % len(loaders) :] + loaders[: turn % len(loaders)]
-        waiting = [
-            (loader, WaitingLoader(options, loader, model, folder, path)) for loader in order if _goes_on(found[loader])
-        ]
-        for loader, process in waiting:
-            run = process.run()
-            found[loader].append(run)
-            for reason in ("skipped", "failed"):
-                if reason in run:
-                    print(f"{model} {loader} {reason}: {run[reason]}", flush=True)
+        start = turn % len(loaders)
+        order = [name for name in loaders[start:] + loaders[:start] if turn == 0 or name != f"{IN_VLLM}auto"]
+        waiting += [(loader, WaitingLoader(options, loader, model)) for loader in order]
+    for _, process in waiting:
+        process.wait_for_imports()
+    for loader, process in waiting:
+        run = process.run()
+        found[loader].append(run)
+        for reason in ("skipped", "failed"):
+            if reason in run and len(found[loader]) == 1:
+                print(f"{model} {loader} {reason}: {run[reason]}", flush=True)
     return found
-
-
-def _goes_on(runs: list[dict[str, Any]]) -> bool:
-    return not any("skipped" in run or "failed" in run for run in runs)
 
 
 def unpacked(wheels: Path | None) -> list[str]:
@@ -239,18 +286,24 @@ def ceilings(files: list[Path], tiny: bool) -> dict[str, float]:
     return found if tiny else measure_copies() | found
 
 
+def is_in_vllm(loader: str) -> bool:
+    return loader.startswith(IN_VLLM)
+
+
 def rows_of(model: str, runs: dict[str, list[dict[str, Any]]], n_bytes: int) -> Iterator[list[object]]:
     best = {name: [run for run in found if "seconds" in run] for name, found in runs.items()}
     times = {name: median(run["seconds"] for run in found) for name, found in best.items() if found}
-    sums = [run["sums"] for found in best.values() for run in found]
-    ours = times.get("kvtier-verified", times.get("kvtier", 0.0))
+    sums = {is_in_vllm(name): found[0]["sums"] for name, found in reversed(best.items()) if found}
+    ours = {is_in_vllm(name): times[name] for name in OURS if name in times}
     for name, seconds in times.items():
+        group = is_in_vllm(name)
         spread = sorted(run["seconds"] for run in best[name])
         yield [
             model, name, f"{seconds:.3f}", f"{spread[0]:.3f}-{spread[-1]:.3f}", f"{n_bytes / seconds / 1e9:.1f}",
-            f"{seconds / ours:.2f}" if ours else "-", f"{median(run['cpu_s'] for run in best[name]):.1f}",
+            f"{seconds / ours[group]:.2f}" if group in ours else "-",
+            f"{median(run['cpu_s'] for run in best[name]):.1f}",
             f"{max(run['host_bytes'] for run in best[name]) / 2**20:,.0f}",
-            "equal" if all(run["sums"] == sums[0] for run in best[name]) else "DIFFER",
+            "equal" if all(run["sums"] == sums[group] for run in best[name]) else "DIFFER",
         ]  # fmt: skip
 
 
@@ -259,13 +312,18 @@ def run_all(options: argparse.Namespace) -> int:
     from kvtier.weights.reader import WeightReader
 
     models = ["tiny"] if options.tiny else options.models.split(",")
-    loaders = [name for name in options.loaders.split(",") if not options.tiny or name.startswith(("kvtier", "auto"))]
+    loaders = [
+        name
+        for name in options.loaders.split(",")
+        if not options.tiny or name.removeprefix(IN_VLLM).startswith(("kvtier", "auto"))
+    ]
     content: dict[str, Any] = {"models": {}}
     rows: list[list[object]] = []
     for model in models:
         folder = options.folder / model
         start_s = time.perf_counter()
         files = make(folder, MODELS[model])
+        (folder / "config.json").write_text(json.dumps(config_of(MODELS[model])))
         made_s = time.perf_counter()
         with WeightReader() as reader:
             manifest.write(folder, files, reader)
@@ -275,7 +333,7 @@ def run_all(options: argparse.Namespace) -> int:
         if "ceilings" not in content and options.ceilings:
             content["ceilings"] = ceilings(files, options.tiny)
         n_bytes = sum(path.stat().st_size for path in files)
-        runs = measure(options, model, folder, loaders)
+        runs = measure(options, model, loaders)
         model_rows = list(rows_of(model, runs, n_bytes))
         content["models"][model] = {"bytes": n_bytes, "tensors": len(tensors_of(MODELS[model])), "runs": runs}
         rows += model_rows
@@ -291,6 +349,7 @@ def run_all(options: argparse.Namespace) -> int:
     return int(any("DIFFER" in row for row in rows) or not rows)
 
 
+OURS = ("kvtier", "kvtier-verified", f"{IN_VLLM}kvtier", f"{IN_VLLM}kvtier-stored")  # the last ones are compared with
 COLUMNS = ("model", "loader", "s", "min-max", "GB/s", "x kvtier", "CPU s", "host MiB", "sums")
 
 

@@ -37,7 +37,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.gpu.setup import TINY_ENVIRONMENT
 from benchmarks.gpu.systems import environment_of
-from benchmarks.gpu.weights_files import MODELS, make, parser, tensors_of
+from benchmarks.gpu.weights_files import MODELS, make, parser, position_sum, tensors_of
 from benchmarks.gpu.weights_in_vllm import config_of
 from benchmarks.gpu.weights_rate import unpacked
 from benchmarks.processes import launch, stop, tail
@@ -54,7 +54,6 @@ LIMIT_S = 120.0  # of one arm, its imports left out
 OTHER_RANK_S = 5.0  # that a rank may run on after the other one has failed
 IMPORTS_S = 90.0
 POLL_S = 0.02
-SUM_WORDS = 1 << 22  # 8-byte words that are weighted at once
 COLUMNS = ("arm", "GB/s", "slower rank", "last, s", "min-max", "spread", "x auto", "parameters")
 
 Found = dict[str, Any]
@@ -79,18 +78,6 @@ def ranks(config: Any, rank: int, port: int, device: str) -> Iterator[None]:
         for group in (dist.group.WORLD, parallel_state.get_world_group().device_group):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         yield
-
-
-def position_sum(tensor: Any) -> int:
-    """Return the sum of a tensor's 8-byte words, each times an odd number of its position, modulo 2**64."""
-    import torch
-
-    words = tensor.detach().contiguous().view(-1).view(torch.int64)
-    weights = torch.arange(1, 2 * min(SUM_WORDS, len(words)), 2, device=words.device)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for number, piece in enumerate(words.split(SUM_WORDS)):
-        total += (piece * weights[: len(piece)]).sum() * (2 * number + 1)
-    return int(total)
 
 
 def without_copies(instanttensor: Any) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from benchmarks.gpu.weights_files import MODELS, make, tensors_of
-from benchmarks.gpu.weights_two_ranks import Found, position_sum, rows_of, show_manifest, summary
+from benchmarks.gpu.weights_files import MODELS, make, position_sum, tensors_of
+from benchmarks.gpu.weights_two_ranks import Found, rows_of, show_manifest, summary
 
 
 def test_70b_has_the_bytes_of_the_model() -> None:
