@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -167,7 +167,8 @@ class KvtierModelLoader(DefaultModelLoader):
 
         stack: checks at its end that the files are those that the plan was made of.
         """
-        self._why, self._key, self._damage = reason_for_tensors(model, model_config), "", None
+        tensors = list(everything(model))  # takes milliseconds each time
+        self._why, self._key, self._damage = reason_for_tensors(model, tensors, model_config), "", None
         files = [] if self._why else self._collect(model, model_config)
         if self._why:
             return None
@@ -175,10 +176,10 @@ class KvtierModelLoader(DefaultModelLoader):
         expected = of_files(files)
         if use_cache and self._cache is not None and self._find_key(model, model_config, files):
             stored = self._cache.get(self._key, files)
-            targets = None if stored is None else _targets_of(stored, model)
+            targets = None if stored is None else _targets_of(stored, tensors)
             if stored is not None and targets is not None:
                 return PlannedLoad(stored, targets, expected, "from the cache")
-        trace = LoadTrace({file: read_header(file) for file in files}, everything(model), reader, expected)
+        trace = LoadTrace({file: read_header(file) for file in files}, tensors, reader, expected)
         plan = self._record(model, model_config, trace)
         if self._damage is not None:
             raise self._damage
@@ -278,16 +279,16 @@ def _plan_cache(value: object) -> PlanCache | None:
     raise ConfigError(EXTRA, {"plan_cache": value}, "plan_cache is an absolute path, or false for none")
 
 
-def reason_for_tensors(model: torch.nn.Module, model_config: Any) -> str:
+def reason_for_tensors(model: torch.nn.Module, tensors: Sequence[tuple[str, torch.Tensor]], model_config: Any) -> str:
     """Return why this model needs the checkpoint's real tensors; "" if it does not."""
     quantization = str(model_config.quantization)
     if quantization in READ_AS_TENSORS:
         return f"{quantization} computes with them"
     if any(getattr(getattr(module, "quant_method", None), "uses_meta_device", False) for module in model.modules()):
         return "it is quantized while it is loaded"
-    if any(tensor.is_meta for _, tensor in everything(model)):
+    if any(tensor.is_meta for _, tensor in tensors):
         return "some of its parameters have no memory yet"
-    if any(getattr(tensor, "_vllm_is_uva_offloaded", False) for tensor in model.parameters()):
+    if any(getattr(tensor, "_vllm_is_uva_offloaded", False) for _, tensor in tensors):
         return "some of its parameters are in host memory"
     return ""
 
@@ -299,11 +300,11 @@ def _verified(n_listed: int, n_files: int) -> str:
     return f"{n_listed} of {n_files} files verified" if n_listed else "no checksums to verify"
 
 
-def _targets_of(plan: WeightPlan, model: torch.nn.Module) -> list[torch.Tensor] | None:
+def _targets_of(plan: WeightPlan, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor] | None:
     """Return the targets of a stored plan, if it has all of the model's tensors, laid out as they are."""
     try:
-        targets = plan.bind(everything(model))
-        if missing := set(distinct(everything(model))[0]) - {target.name for target in plan.targets}:
+        targets = plan.bind(tensors)
+        if missing := set(distinct(tensors)[0]) - {target.name for target in plan.targets}:
             raise PlanMismatch(f"it does not load {min(missing)}")
     except PlanMismatch as fault:
         log.warning("the stored plan is not used: %s", fault)

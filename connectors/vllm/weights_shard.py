@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from vllm.config import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from kvtier.connectors.vllm.weights_loader import KvtierModelLoader, reason_for_tensors, release, state_of
+from kvtier.connectors.vllm.weights_loader import KvtierModelLoader, everything, reason_for_tensors, release, state_of
 from kvtier.connectors.vllm.weights_ranks import as_rank, build_model, engine_config
 from kvtier.errors import ConfigError
 from kvtier.model.shard_manifest import ShardManifest, read_shard_manifest
@@ -127,7 +127,7 @@ def _rank_state(rank: int, config: Any, reader: WeightReader) -> RankState:
     planned = loader.record(model, config.model_config, reader)
     if planned is not None:
         return RankState(rank, state_of(model), planned.plan, planned.targets, planned.expected)
-    if reason_for_tensors(model, config.model_config):
+    if reason_for_tensors(model, list(everything(model)), config.model_config):
         raise ConfigError("model", config.model_config.model, f"it cannot be sharded: {loader.why}")
     DefaultModelLoader(LoadConfig(use_tqdm_on_load=False)).load_weights(model, config.model_config)
     return RankState(rank, state_of(model), WeightPlan.empty(), [], {})

@@ -219,7 +219,7 @@ def test_why_vllm_loads_itself(llama: Any, checkpoints: Any, caplog: Any, tmp_pa
     model.model.norm.quant_method = SimpleNamespace(uses_meta_device=True)
     assert load_with_reason(model, config, caplog) == "it is quantized while it is loaded"
     model_config = SimpleNamespace(quantization="bitsandbytes")
-    assert reason_for_tensors(model, model_config) == "bitsandbytes computes with them"
+    assert reason_for_tensors(model, [], model_config) == "bitsandbytes computes with them"
     for name in ("config.json", "generation_config.json"):
         shutil.copy(checkpoints("llama") / name, tmp_path / name)
     tensors = {}

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 from vllm.model_executor.model_loader import weight_utils
 
-from kvtier.connectors.vllm.weights_loader import _targets_of
+from kvtier.connectors.vllm.weights_loader import _targets_of, everything
 from kvtier.connectors.vllm.weights_trace import LoadTrace, TraceRefused
 from kvtier.errors import WeightsDamaged
 from kvtier.model.safetensors import read_header
@@ -218,9 +218,9 @@ def test_a_stored_plan_of_a_smaller_model_is_not_used(checkpoint: Path) -> None:
     model = torch.nn.Module()
     for name, tensor in found.items():
         model.register_buffer(name, tensor)
-    assert _targets_of(plan, model)
+    assert _targets_of(plan, list(everything(model)))
     model.register_buffer("tower", torch.ones(3))
-    assert _targets_of(plan, model) is None
+    assert _targets_of(plan, list(everything(model))) is None
 
 
 def test_tensors_come_in_the_order_of_vllm(tmp_path: Path) -> None:
