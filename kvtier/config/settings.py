@@ -200,7 +200,9 @@ class Settings(BaseSettings):
 
     @field_validator("root")
     @classmethod
-    def _absolute_root(cls, value: Path) -> Path:
+    def _own_folder(cls, value: Path) -> Path:
+        if os.path.normpath(value).strip("/") == "":
+            raise ValueError("this is the machine's top folder: name a folder for kvtier alone, such as /var/tmp/kvtier")
         return absolute_path(value)
 
     @field_validator("codec_table")

@@ -24,7 +24,7 @@ LIMIT_SHARE = 4  # pools of open files take at most 1 in so many descriptors of 
 OPEN_FILES_MIN = 8  # open files that a pool may keep under any limit
 LOG_INTERVAL_S = 60.0  # least time between two log lines about failed closes, seconds
 
-_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 class Pool(Protocol):
@@ -55,18 +55,30 @@ def most_open(wanted: int) -> int:
 def with_descriptors(open_it: Callable[[], T]) -> T:
     """Return what `open_it` returns. If no descriptor is left, close all unused files and call it once more.
 
-    Raises OSError.
+    Raises OSError, with the process's limit in its text where that is reached.
     """
     try:
         return open_it()
     except OSError as fault:
-        if fault.errno not in _NO_DESCRIPTOR:
+        if fault.errno not in NO_DESCRIPTOR:
             raise
     with _pools_lock:
         pools = list(_pools)
     for pool in pools:
         pool.close_unused()
-    return open_it()
+    try:
+        return open_it()
+    except OSError as fault:
+        if not (hint := limit_hint(fault)):
+            raise
+        raise OSError(fault.errno, f"{fault.strerror}{hint}", fault.filename) from None
+
+
+def limit_hint(error: OSError) -> str:
+    """Return how many files this process may open, and what to do, where that is why it failed; else ""."""
+    if error.errno != errno.EMFILE:
+        return ""
+    return f": this process may open {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}; raise it with `ulimit -n`"
 
 
 def close_file(descriptor: int) -> None:

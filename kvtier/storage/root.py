@@ -28,7 +28,7 @@ from kvtier.errors import ConfigError, Corrupt, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.namespace import Namespace
 from kvtier.format.record import FORMAT_VERSION
-from kvtier.runtime.file_descriptors import close_file
+from kvtier.runtime.file_descriptors import NO_DESCRIPTOR, close_file, limit_hint
 from kvtier.runtime.units import exact
 from kvtier.storage.atomic_files import create_once, read_small
 from kvtier.storage.filesystem import FULL, FreeSpace, file_system_of, mounted_at
@@ -71,8 +71,6 @@ def open_root(settings: Settings, again: Root | None = None) -> Root:
     again: the root as this process opened it before; an unclaimed one is claimed as it was.
     """
     path = settings.root
-    if not path.is_absolute():
-        raise ConfigError("root", str(path), f"must be an absolute path; try {path.absolute()}")
     folder = path / f"v{FORMAT_VERSION}"
     try:
         check_mount(settings)
@@ -448,6 +446,8 @@ def _config_error(path: Path, error: OSError, needed_bytes: int) -> ConfigError:
             f"its storage does not answer: {error.strerror} ({error.filename}); mend the file system "
             f"({_described(path)}), then start this again"
         )
+    elif error.errno in NO_DESCRIPTOR:
+        fix = f"{error.strerror}{limit_hint(error)}"
     else:
         fix = (
             f"not writable: {error.strerror} ({error.filename}); make it writable for this user or choose another root"

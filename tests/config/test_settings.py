@@ -300,6 +300,9 @@ def test_a_removed_key_is_refused_with_its_replacement(tmp_path: Path, monkeypat
     ("overrides", "key"),
     [
         ({"root": "relative/path"}, "root"),
+        ({"root": "/"}, "root"),
+        ({"root": "//"}, "root"),
+        ({"root": "/tmp/.."}, "root"),
         ({"root": "/x\0y"}, "root"),
         *[
             ({"root": "/x", "capacity": {"ttl_s": text}}, "capacity.ttl_s")

@@ -192,6 +192,15 @@ def test_files_are_opened_although_the_engine_took_all_descriptors(tmp_path: Pat
     engine.close()
 
 
+def test_the_error_without_a_descriptor_says_how_many_there_are() -> None:
+    def open_it() -> None:
+        raise OSError(errno.EMFILE, "Too many open files", "/root/segment")
+
+    with pytest.raises(OSError, match=r"this process may open \d+; raise it with `ulimit -n`: '/root/segment'") as fault:
+        file_descriptors.with_descriptors(open_it)
+    assert fault.value.errno == errno.EMFILE
+
+
 def test_a_pool_keeps_a_share_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, most in ((1024, 256), (256, 64), (20, 8), (resource.RLIM_INFINITY, 256), (1 << 20, 256)):
         monkeypatch.setattr(resource, "getrlimit", lambda of, soft=soft: (soft, soft))
