@@ -202,7 +202,7 @@ class Settings(BaseSettings):
     @classmethod
     def _own_folder(cls, value: Path) -> Path:
         if os.path.normpath(value).strip("/") == "":
-            raise ValueError("this is the machine's top folder: name a folder for kvtier alone, such as /var/tmp/kvtier")
+            raise ValueError("the machine's top folder: name one for kvtier alone, such as /var/tmp/kvtier")
         return absolute_path(value)
 
     @field_validator("codec_table")

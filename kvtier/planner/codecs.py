@@ -38,7 +38,7 @@ def chunks_of_codecs(geometry: Geometry, shares: Sequence[RankShare]) -> tuple[d
 def _chunk_of(name: str, geometry: Geometry, shares: Sequence[RankShare]) -> ChunkBytes:
     settings = Settings.model_validate(
         {
-            "root": Path("/"),
+            "root": Path("/not-used"),
             "codec": name,
             "chunk_tokens": geometry.chunk_tokens,
         }
