@@ -23,6 +23,8 @@ never rewritten, so a place (set, rank, slot) identifies a record permanently.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
+from contextlib import suppress
 
 from kvtier.errors import Corrupt
 from kvtier.format.geometry import PAGE_BYTES, Extent, covers
@@ -46,9 +48,9 @@ def is_complete(value: bytes) -> bool:
     return value[:1] == b"\x01"
 
 
-def if_complete(value: bytes | None) -> bytes | None:
-    """Return the value if its chunk may be loaded."""
-    return value if value is not None and is_complete(value) else None
+def complete_ones(values: Iterable[bytes | None]) -> list[bytes | None]:
+    """Return the values, with None for those whose chunks may not be loaded."""
+    return [value if value is not None and value[:1] == b"\x01" else None for value in values]
 
 
 def first_set(value: bytes) -> int:
@@ -62,8 +64,14 @@ def pack(locations: list[Location], whole: Extent) -> bytes:
     """Return the value of a chunk with records at `locations` (at least one)."""
     is_whole = len(locations) == 1 and locations[0].extent == whole  # one rank wrote all, as nearly always
     flag = COMPLETE if is_whole or covers((location.extent for location in locations), whole) else PARTIAL
-    head = _HEAD.pack(flag, whole.first_layer, whole.n_layers, whole.first_head, whole.n_heads)
-    return head + b"".join(map(_pack_record, locations))
+    packed = [_HEAD.pack(flag, whole.first_layer, whole.n_layers, whole.first_head, whole.n_heads)]
+    for set_id, rank, slot, slab_bytes, e, checksums in locations:
+        assert len(checksums) == e.n_heads, "one checksum a head"
+        packed.append(
+            _RECORD.pack(set_id, rank, slot, slab_bytes, e.first_layer, e.n_layers, e.first_head, e.n_heads)
+        )
+        packed.append(struct.pack(f"<{e.n_heads}Q", *checksums))
+    return b"".join(packed)
 
 
 def unpack(value: bytes) -> list[Location]:
@@ -83,12 +91,15 @@ def add(value: bytes | None, location: Location, whole: Extent) -> bytes | None:
     """Return the value with `location` in it, the same value if it is there already, or None when it is refused.
 
     Refused: a location whose place or whole extent others have already, one outside of `whole`, one of an entry that
-    was begun for another `whole`, and one beyond RECORDS_MAX. value: None when the key has no entry yet.
-    Raises Corrupt when `value` is malformed.
+    was begun for another `whole`, and one beyond RECORDS_MAX. value: None when the key has no entry yet; a damaged one,
+    which no load can use, is replaced.
     """
-    if value is None and location.extent == whole:
+    if value is None and location.extent == whole:  # as nearly always
         return pack([location], whole)
-    locations, stored_whole = ([], whole) if value is None else parse(value)
+    locations, stored_whole = list[Location](), whole
+    if value is not None:
+        with suppress(Corrupt):
+            locations, stored_whole = parse(value)
     if location in locations:
         return value
     if stored_whole != whole or not whole.contains(location.extent) or len(locations) == RECORDS_MAX:
@@ -98,43 +109,23 @@ def add(value: bytes | None, location: Location, whole: Extent) -> bytes | None:
     return pack([*locations, location], whole)
 
 
-def add_or_replace(value: bytes | None, location: Location, whole: Extent) -> bytes | None:
-    """Return `add`'s result. A damaged value, which no load can use, is replaced."""
+def remove(value: bytes | None, gone: Place) -> bytes | None:
+    """Return the value without the record at `gone`: b"" when no record is left, also of a damaged value, which no load
+    can use; None when the record is not there."""
+    if not value:
+        return None
     try:
-        return add(value, location, whole)
+        locations, whole = parse(value)
     except Corrupt:
-        return add(None, location, whole)
-
-
-def remove(value: bytes, gone: Place) -> bytes | None:
-    """Return the value without the record at `gone`: b"" when no record is left, None when it is not there.
-
-    Raises Corrupt when `value` is malformed.
-    """
-    locations, whole = parse(value)
+        return b""
     kept = [location for location in locations if place(location) != gone]
     if len(kept) == len(locations):
         return None
     return pack(kept, whole) if kept else b""
 
 
-def remove_or_drop(value: bytes | None, gone: Place) -> bytes | None:
-    """Return `remove`'s result; None for no value. A damaged value, which no load can use, becomes b""."""
-    try:
-        return remove(value, gone) if value else None
-    except Corrupt:
-        return b""
-
-
 def place(location: Location) -> Place:
     return location[:3]
-
-
-def _pack_record(location: Location) -> bytes:
-    e = location.extent
-    assert len(location.checksums) == e.n_heads, "one checksum a head"
-    head = _RECORD.pack(*location[:4], e.first_layer, e.n_layers, e.first_head, e.n_heads)
-    return head + struct.pack(f"<{e.n_heads}Q", *location.checksums)
 
 
 def parse(value: bytes) -> tuple[list[Location], Extent]:

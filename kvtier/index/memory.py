@@ -55,7 +55,7 @@ class MemoryIndex:
 
     def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
         with self._lock:
-            return [entry.if_complete(self._entries.get(key)) for key in keys]
+            return entry.complete_ones(map(self._entries.get, keys))
 
     def publish(self, records: Sequence[NewRecord], from_files: bool = False, into_unowned: bool = False) -> int:
         with self._lock:
@@ -84,7 +84,7 @@ class MemoryIndex:
             return True
 
     def _remove_record(self, key: bytes, location: Location) -> bool:
-        left = entry.remove_or_drop(self._entries.get(key), entry.place(location))
+        left = entry.remove(self._entries.get(key), entry.place(location))
         if left:
             self._entries[key] = left
         elif left is not None:

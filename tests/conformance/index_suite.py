@@ -103,6 +103,14 @@ class IndexSuite:
         assert index.publish([record(0, at(2, 0))]) == 1
         assert entry.unpack(index.resolve([key(0)])[0]) == [at(1, 0, LOWER), at(2, 0)]
 
+    def test_records_of_one_call_are_published_one_after_another(self, index: Index) -> None:
+        put_set(index, 1)
+        lower, upper, again = at(1, 0, LOWER), at(1, 0, UPPER, rank=1), at(1, 1)
+        records = [record(0, lower), record(0, upper), record(0, lower), record(1, lower), record(0, again)]
+        assert index.publish(records) == 3, "the place of the fourth is taken, and the fifth is covered"
+        assert [entry.locations_of(value) for value in index.find(keys([0, 1]))] == [[lower, upper], []]
+        assert sorted(index.members(1)) == [(key(0), lower), (key(0), upper)]
+
     def test_publishing_the_same_record_again_changes_nothing(self, index: Index) -> None:
         put_set(index, 1, [0])
         before = index.resolve([key(0)])

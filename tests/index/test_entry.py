@@ -97,6 +97,9 @@ def test_short_and_empty_values_are_corrupt(value: bytes) -> None:
     with pytest.raises(Corrupt):
         entry.unpack(value)
     assert entry.locations_of(value) == entry.locations_of(None) == []
+    record = Location(1, 0, 0, 4096, WHOLE, (1, 2, 3, 4))
+    assert entry.add(value, record, WHOLE) == entry.pack([record], WHOLE), "it is replaced"
+    assert not entry.remove(value, entry.place(record))
 
 
 def test_first_set_needs_a_record() -> None:

@@ -126,7 +126,7 @@ class LmdbIndex:
         return self._shared.read(lambda view: view.leading("entries", keys, entry.is_complete), at_once=True)
 
     def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        return self._shared.read(lambda view: [entry.if_complete(view.get("entries", key)) for key in keys])
+        return entry.complete_ones(self._shared.read(lambda view: view.values("entries", keys)))
 
     def publish(self, records: Sequence[NewRecord], from_files: bool = False, into_unowned: bool = False) -> int:
         taken = 0
@@ -289,28 +289,33 @@ def _stamp(boot_id: str | None = None) -> str:
 def _publish(records: Sequence[NewRecord], into_unowned: bool, view: View) -> int:
     taken = 0
     is_open: dict[int, bool] = {}  # set id -> whether records may be added to the set
-    for key, location, whole in records:
+    places = [_MEMBER.pack(*record.location[:3]) for record in records]
+    keys = [record.key for record in records]
+    members, entries = dict(zip(places, view.values("members", places))), dict(zip(keys, view.values("entries", keys)))
+    new_members, new_entries = dict[bytes, bytes](), dict[bytes, bytes]()
+    for place, (key, location, whole) in zip(places, records, strict=True):
         set_id = location.set_id
         if set_id not in is_open:
             info = _get_set(view, set_id)
             is_open[set_id] = info is not None and (info.owner != UNOWNED or into_unowned)
-        member = _MEMBER.pack(*location[:3])
-        if not is_open[set_id] or view.get("members", member) not in (None, key):
+        if not is_open[set_id] or members[place] not in (None, key):
             continue
-        old = view.get("entries", key)
-        new = entry.add_or_replace(old, location, whole)
+        old = entries[key]
+        new = entry.add(old, location, whole)
         if new is None:
             continue
         taken += 1
         if new != old:
-            view.put("entries", key, new)
-            view.put("members", member, key)
+            entries[key] = new_entries[key] = new
+            members[place] = new_members[place] = key
+    view.put_all("entries", new_entries)
+    view.put_all("members", new_members)
     return taken
 
 
 def _retract(view: View, key: bytes, place: entry.Place) -> bool:
     """Remove one record from its key's entry and from its set. Return whether the entry had it."""
-    new = entry.remove_or_drop(view.get("entries", key), place)
+    new = entry.remove(view.get("entries", key), place)
     if new is None:
         return False
     if new:

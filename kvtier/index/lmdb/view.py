@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -26,6 +26,11 @@ class View:
     def get(self, database: str, key: bytes) -> bytes | None:
         return self._txn.get(key, None, self._databases[database])  # type: ignore[return-value]  # buffers=False
 
+    def values(self, database: str, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Return the value of each key, None where it is missing."""
+        get, handle = self._txn.get, self._databases[database]
+        return [get(key, None, handle) for key in keys]  # type: ignore[misc]  # buffers=False
+
     def leading(self, database: str, keys: Sequence[bytes], wanted: Callable[[bytes], bool]) -> list[bytes]:
         """Return the values of `keys` up to the first that is missing or not `wanted`."""
         get, handle = self._txn.get, self._databases[database]
@@ -39,6 +44,9 @@ class View:
 
     def put(self, database: str, key: bytes, value: bytes) -> None:
         self._txn.put(key, value, db=self._databases[database])
+
+    def put_all(self, database: str, values: Mapping[bytes, bytes]) -> None:
+        self._txn.cursor(self._databases[database]).putmulti(values.items())
 
     def delete(self, database: str, key: bytes) -> None:
         self._txn.delete(key, db=self._databases[database])

@@ -166,8 +166,8 @@ class EntryTable:
 
 
 def adding(location: Location, whole: Extent) -> Change:
-    return lambda old: entry.add_or_replace(old or None, location, whole)
+    return lambda old: entry.add(old or None, location, whole)
 
 
 def removing(place: entry.Place) -> Change:
-    return lambda old: entry.remove_or_drop(old, place)
+    return lambda old: entry.remove(old, place)
