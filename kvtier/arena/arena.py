@@ -7,6 +7,7 @@ memory.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from typing import Generic
@@ -51,10 +52,14 @@ class Arena(Generic[Content]):
     def address(self, slot: int) -> int:
         return self._address + slot * self.slot_bytes
 
-    def header(self, slot: int) -> torch.Tensor:
-        """Return the slot's header page, (4096,) uint8."""
-        start = slot * self.slot_bytes
-        return self._buffer[start : start + PAGE_BYTES]
+    def put_headers(self, slots: Sequence[int], pages: Sequence[bytes]) -> list[int]:
+        """Copy a record's header page, of 4096 bytes, into each slot, in host memory. Return the slots' addresses."""
+        addresses = [self._address + slot * self.slot_bytes for slot in slots]
+        assert not self.is_device and max(slots) < self.n_slots
+        for address, page in zip(addresses, pages, strict=True):
+            assert len(page) == PAGE_BYTES
+            ctypes.memmove(address, page, PAGE_BYTES)
+        return addresses
 
     def record(self, slot: int, n_bytes: int) -> torch.Tensor:
         """Return the first `n_bytes` of the slot's slabs, (n_bytes,) uint8."""
@@ -100,15 +105,16 @@ class Arena(Generic[Content]):
         with self._lock:
             return self._table.claim(keys)
 
-    def commit(self, slot: int, key: bytes, content: Content) -> bool:
+    def commit(self, filled: Sequence[tuple[int, bytes, Content]]) -> list[bool]:
+        """See `SlotTable.commit`."""
         with self._lock:
-            return self._table.commit(slot, key, content)
+            return self._table.commit(filled)
 
     def commit_leased(self, slot: int, key: bytes, content: Content) -> tuple[bool, int, Content]:
         """Commit and lease in one step, so that no other thread takes the slot in between. Return (the result of
         `commit`, the slot that holds `key` now, its content)."""
         with self._lock:
-            is_new = self._table.commit(slot, key, content)
+            (is_new,) = self._table.commit([(slot, key, content)])
             (leased,) = self._table.lease([key])
         assert leased is not None
         return is_new, *leased

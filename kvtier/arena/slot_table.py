@@ -67,14 +67,17 @@ class SlotTable(Generic[Content]):
                 break
         return claimed
 
-    def commit(self, slot: int, key: bytes, content: Content) -> bool:
-        """Make the reserved slot hold `key`. Return False, and free the slot, if another slot holds it already."""
-        self._reserved.remove(slot)
-        if key in self._cached:
-            self._free.append(slot)
-            return False
-        self._cached[key] = _Cached(slot, content)
-        return True
+    def commit(self, filled: Sequence[tuple[int, bytes, Content]]) -> list[bool]:
+        """Make each reserved slot hold its key. Return False of those that are free, as other slots hold their keys."""
+        are_new = []
+        for slot, key, content in filled:
+            self._reserved.remove(slot)
+            are_new.append(key not in self._cached)
+            if are_new[-1]:
+                self._cached[key] = _Cached(slot, content)
+            else:
+                self._free.append(slot)
+        return are_new
 
     def discard(self, slots: Sequence[int]) -> None:
         """Give reserved slots back unfilled."""

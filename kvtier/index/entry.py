@@ -67,9 +67,7 @@ def pack(locations: list[Location], whole: Extent) -> bytes:
     packed = [_HEAD.pack(flag, whole.first_layer, whole.n_layers, whole.first_head, whole.n_heads)]
     for set_id, rank, slot, slab_bytes, e, checksums in locations:
         assert len(checksums) == e.n_heads, "one checksum a head"
-        packed.append(
-            _RECORD.pack(set_id, rank, slot, slab_bytes, e.first_layer, e.n_layers, e.first_head, e.n_heads)
-        )
+        packed.append(_RECORD.pack(set_id, rank, slot, slab_bytes, e.first_layer, e.n_layers, e.first_head, e.n_heads))
         packed.append(struct.pack(f"<{e.n_heads}Q", *checksums))
     return b"".join(packed)
 

@@ -84,6 +84,11 @@ class Metrics:
         with self._lock:
             self._total[name] += value  # type: ignore[assignment]
 
+    def add_each(self, values: Mapping[str, float]) -> None:
+        assert values.keys() <= set(NAMES), values
+        with self._lock:
+            self._total.update(values)  # adds to what is there
+
     def total(self) -> dict[str, float]:
         with self._lock:
             return dict(self._total)

@@ -293,7 +293,8 @@ class ChunkLoader:
         self.set_state(fetches, State.ENDED)
         self._release(fetches)
         arena, admit, has_host = self._worker.arena, self._admit, self._worker.host is not None
-        released, unused, kept_below = list[tuple[int, bytes]](), list[int](), list[tuple[Fetch, int, bool]]()
+        released, unused, staying = list[tuple[int, bytes]](), list[int](), list[tuple[Fetch, int, bool]]()
+        kept_below = list[tuple[Fetch, int, bool]]()
         for fetch in fetches:
             key, slot, fetch.slot, n_loads = fetch.chunk.key, fetch.slot, -1, fetch.n_loads
             if fetch.origin is Origin.ARENA:
@@ -302,15 +303,17 @@ class ChunkLoader:
             stays = any(map(admit.arena.keeps_loaded, itertools.repeat(key, n_loads)))
             is_from_files = has_host and fetch.origin is Origin.FILES
             goes_down = is_from_files and any(map(admit.host.keeps_loaded, itertools.repeat(key, n_loads)))
-            if not stays:
-                if goes_down:
-                    kept_below.append((fetch, slot, False))
-                else:
-                    unused.append(slot)
-            elif arena.commit(slot, key, fetch.sources) and goes_down:
-                cached = arena.lease(key)
-                if cached is not None:  # else it was pushed out already
-                    kept_below.append((fetch, cached[0], True))
+            if stays:
+                staying.append((fetch, slot, goes_down))
+            elif goes_down:
+                kept_below.append((fetch, slot, False))
+            else:
+                unused.append(slot)
+        are_new = arena.commit([(slot, fetch.chunk.key, fetch.sources) for fetch, slot, _ in staying])
+        for (fetch, _, goes_down), is_new in zip(staying, are_new, strict=True):
+            cached = arena.lease(fetch.chunk.key) if is_new and goes_down else None
+            if cached is not None:  # else it was pushed out already
+                kept_below.append((fetch, cached[0], True))
         arena.release_each(released)
         arena.discard(*unused)
         if kept_below:
@@ -521,8 +524,7 @@ class ChunkLoader:
 
         def end() -> None:
             self._n_kept_now -= len(kept)
-            for fetch, host_slot in kept:
-                host.commit(host_slot, fetch.chunk.key, fetch.sources)
+            host.commit([(host_slot, fetch.chunk.key, fetch.sources) for fetch, host_slot in kept])
             give_back(landed[: len(kept)])
 
         give_back(landed[len(kept) :])

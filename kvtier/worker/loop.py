@@ -117,6 +117,9 @@ class TransferLoop:
             self._take_posted()
         if self._marks:
             has_moved |= self._take_marks()
+        for pool in self._pools:
+            if pool.tasks or pool.n_still:
+                pool.staff()
         goes_on, io, n_bytes, is_polled = False, None, 0, False
         for half in self.halves:
             turn = half.turn()
@@ -126,9 +129,6 @@ class TransferLoop:
                 io = io or turn.io
                 n_bytes += turn.n_bytes
                 is_polled |= turn.is_polled
-        for pool in self._pools:
-            if pool.tasks or pool.n_still:
-                pool.staff()
         return Turn(has_moved, goes_on, io, n_bytes, is_polled or bool(self._marks))
 
     def _wake(self) -> bool:

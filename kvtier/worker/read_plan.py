@@ -50,7 +50,7 @@ def place_in_file(location: Location) -> range:
 
 def sources_of(locations: Sequence[Location], held: Extent, slot_bytes: int) -> tuple[Source, ...] | None:
     """Return the sources that together fill `held`; None when they do not cover it or exceed the slot."""
-    cuts = _cuts_of(tuple(map(_form_of, locations)), held, slot_bytes)
+    cuts = cuts_of(tuple(map(_form_of, locations)), held, slot_bytes)
     if cuts is None:
         return None
     sources = []
@@ -61,7 +61,7 @@ def sources_of(locations: Sequence[Location], held: Extent, slot_bytes: int) -> 
 
 
 @lru_cache(maxsize=256)
-def _cuts_of(forms: tuple[Form, ...], held: Extent, slot_bytes: int) -> tuple[tuple[int, Cut], ...] | None:
+def cuts_of(forms: tuple[Form, ...], held: Extent, slot_bytes: int) -> tuple[tuple[int, Cut], ...] | None:
     """Return the part to take of each record, by its number. Cached, because a load asks for every chunk, and the
     chunks of a prompt are cut alike."""
     parts = _parts_of([extent for extent, _ in forms], held)

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import Any, Protocol
 
-import torch
-
 from kvtier.errors import Corrupt, IndexUnavailable, KVTierError, TierUnavailable
-from kvtier.format.record import RecordHeader, part_of, record_bytes
+from kvtier.format.record import RecordHeader, part_of, record_bytes, slot_start
 from kvtier.index.base import Location, NewRecord
 from kvtier.io.base import Reads
 from kvtier.io.ring import FlushOp, OpResult, WriteOp
@@ -29,6 +26,7 @@ from kvtier.runtime.repeated_log import RepeatedLog, cause_of
 from kvtier.storage.filesystem import FULL
 from kvtier.storage.open_segments import OpenSegment
 from kvtier.worker.context import ChunkArena, WorkerContext
+from kvtier.worker.loop import Turn
 from kvtier.worker.own_segments import OwnSegments
 from kvtier.worker.task_pool import TaskPool
 
@@ -95,6 +93,10 @@ class SaveBatch:
     def namespace(self) -> bytes:
         return self.staged[0].plan.namespace
 
+    @property
+    def set_ids(self) -> set[int]:
+        return {item.chunk.set_id for item in self.staged}
+
 
 Opened = OpenSegment | SaveOutcome | Exception  # of one chunk
 
@@ -114,6 +116,8 @@ class Ends(Protocol):
 class RecordWriter:
     """Writer of the records of a rank. Not thread-safe: called on the loop's thread, but for what its methods say.
 
+    ready: chunks that are to be written. arena: the one in host memory that they are written from.
+
     Args:
         pool: runs what may wait for storage or the index.
     """
@@ -121,8 +125,9 @@ class RecordWriter:
     def __init__(self, worker: WorkerContext, pool: TaskPool, saver: Ends) -> None:
         self.disk = Backoff()
         self.segments = OwnSegments(worker, worker.share.writes or worker.share.reads)
-        self.ready: deque[Staged] = deque()
+        self.ready: list[Staged] = []
         self._worker = worker
+        self.arena = worker.arena if worker.host is None else worker.host
         self._pool = pool
         self._saver = saver
         self._log = RepeatedLog(worker.clock)
@@ -131,67 +136,67 @@ class RecordWriter:
 
     def is_due(self, now_s: float) -> bool:
         """Return True if a segment does not open in time. Called on any thread."""
-        late_s = now_s - OPEN_GRACE_S
-        return any(batch.state is SaveState.OPENING and batch.deadline_s < late_s for batch in list(self._batches))
+        for batch in list(self._batches):
+            if batch.state is SaveState.OPENING and batch.deadline_s < now_s - OPEN_GRACE_S:
+                return True
+        return False
 
-    def under_way(self) -> tuple[Reads | None, int]:
-        """Return the writes or flushes that were begun first, and the bytes of all writes that are under way."""
-        first, n_chunks = None, 0
+    def turn(self) -> Turn:
+        """Take every batch as far as it goes now."""
+        has_moved = goes_on = False
+        now_s = self._worker.clock()
+        for batch in list(self._batches):
+            if batch.io is not None and batch.io.wait(0):
+                self._take_io(batch)
+                has_moved = True
+            elif batch.deadline_s <= now_s and self._expire(batch, now_s):
+                has_moved = True
+        if self.ready and self._begin(now_s):
+            has_moved, goes_on = True, bool(self.ready)
+        first, n_writing = None, 0
         for batch in self._batches:
             first = first or batch.io
-            n_chunks += len(batch.staged) if batch.state is SaveState.WRITING else 0
-        return first, n_chunks * self._worker.arena.slot_bytes
+            n_writing += len(batch.staged) if batch.state is SaveState.WRITING else 0
+        return Turn(has_moved, goes_on, first, n_writing * self._worker.arena.slot_bytes)
 
-    def turn(self) -> bool:
-        """Take every batch as far as it goes now. Return False if nothing changed."""
-        has_moved = self._take_io()
-        has_moved |= self._expire()
-        has_moved |= self._begin()
-        return has_moved
-
-    def _begin(self) -> bool:
+    def _begin(self, now_s: float) -> bool:
         """Open segments for the chunks that are ready, as many as the window has room for. While saving rests because
-        storage hangs, they do not follow."""
-        if not self.ready:
-            return False
-        hung = {item.chunk.set_id for batch in self._in_state(SaveState.HUNG) for item in batch.staged}
-        now_s, window = self._worker.clock(), self._window
+        storage hangs, they do not follow. Return False if nothing changed."""
+        hung, opening, n_under_way = set[int](), set[int](), 0
+        for batch in self._batches:
+            if batch.state is SaveState.HUNG:
+                hung |= batch.set_ids
+                continue
+            n_under_way += len(batch.staged)
+            if batch.state is SaveState.OPENING:
+                opening |= batch.set_ids
         if (hung or len(self._worker.quarantine)) and self.disk.is_resting(now_s):
-            return self._saver.end(self._take_ready(lambda item: True), SaveOutcome.RESTING)
-        stuck = self._take_ready(lambda item: item.chunk.set_id in hung) if hung else []
+            resting, self.ready = self.ready, []
+            return self._saver.end(resting, SaveOutcome.RESTING)
+        window = max(WINDOW_MIN, min(WINDOW_MAX, WINDOW_BYTES // self._worker.arena.slot_bytes))
+        room = min(window - n_under_way, window // 2)
+        if room <= 0 and not hung:
+            return False
+        stuck, staged, left = list[Staged](), list[Staged](), list[Staged]()
+        for item in self.ready:
+            if item.chunk.set_id in hung:
+                stuck.append(item)
+            elif (
+                len(staged) < room
+                and item.chunk.set_id not in opening
+                and (not staged or item.plan.namespace == staged[0].plan.namespace)
+            ):
+                staged.append(item)
+            else:
+                left.append(item)
+        self.ready = left
         if self._saver.end(stuck, SaveOutcome.FAILED):
             self._rest("a segment of the same set does not open")
-        n_under_way = sum(len(batch.staged) for batch in self._batches if batch.state is not SaveState.HUNG)
-        room = min(window - n_under_way, window // 2)
-        if room <= 0 or not self.ready:
-            return bool(stuck)
-        namespace = self.ready[0].plan.namespace
-        opening = {item.chunk.set_id for batch in self._in_state(SaveState.OPENING) for item in batch.staged}
-        staged = self._take_ready(
-            lambda item: item.chunk.set_id not in opening and item.plan.namespace == namespace, room
-        )
         if staged:
             batch = SaveBatch(staged, SaveState.OPENING, now_s, now_s + self._worker.timeout_s)
             self._batches[batch] = None
             self._pool.add(partial(self._open, batch), partial(self._opened, batch))
         return bool(staged or stuck)
-
-    @property
-    def _window(self) -> int:
-        return max(WINDOW_MIN, min(WINDOW_MAX, WINDOW_BYTES // self._worker.arena.slot_bytes))
-
-    def _in_state(self, state: SaveState) -> list[SaveBatch]:
-        return [batch for batch in self._batches if batch.state is state]
-
-    def _take_ready(self, is_meant: Callable[[Staged], bool], n_max: float = math.inf) -> list[Staged]:
-        """Take the first chunks that are ready and meant."""
-        taken: list[Staged] = []
-        passed: list[Staged] = []
-        while self.ready and len(taken) < n_max:
-            item = self.ready.popleft()
-            (taken if is_meant(item) else passed).append(item)
-        self.ready.extendleft(reversed(passed))
-        return taken
 
     def _open(self, batch: SaveBatch) -> list[Opened]:
         """Look the chunks up and open their segments, each file once. Runs in the pool, and touches no slot: at its
@@ -222,73 +227,60 @@ class RecordWriter:
 
     def _opened(self, batch: SaveBatch, results: Any) -> None:
         if batch.state is SaveState.HUNG:
-            self._finish(batch)
+            self._drop(batch)
             return
         if isinstance(results, Exception):  # the pool is closed
             results = [results] * len(batch.staged)
-        faults = dict.fromkeys(result for result in results if isinstance(result, Exception))
-        outcomes = {fault: self._outcome_of(fault) for fault in faults}
-        leased: list[tuple[Staged, OpenSegment]] = []
+        leased, segments, ended = list[Staged](), list[OpenSegment](), dict[SaveOutcome | Exception, list[Staged]]()
         for item, result in zip(batch.staged, results, strict=True):
             if isinstance(result, OpenSegment):
-                leased.append((item, result))
+                leased.append(item)
+                segments.append(result)
             else:
-                self._saver.end([item], outcomes.get(result, result))
-        batch.staged = [item for item, _ in leased]
-        self._write(batch, [segment for _, segment in leased])
+                ended.setdefault(result, []).append(item)
+        for why, staged in ended.items():
+            self._saver.end(staged, self._outcome_of(why) if isinstance(why, Exception) else why)
+        batch.staged = leased
+        if leased:
+            self._write(batch, segments)
+        else:
+            self._drop(batch)
 
     def _write(self, batch: SaveBatch, segments: Sequence[OpenSegment]) -> None:
+        """Put the records' header pages into their slots, and begin to write; the I/O engine fills in the checksums as
+        the bytes pass."""
+        writes, slab_bytes, namespace = self.segments.writes, self.segments.slab_bytes, batch.namespace
+        chunk_tokens, no_sums = self._worker.geometry.chunk_tokens, (0,) * writes.n_heads
+        pages = list[bytes]()
+        for item in batch.staged:
+            key, parent, set_id, slot = item.chunk.key, item.chunk.parent, item.chunk.set_id, item.chunk.slot
+            page = RecordHeader(key, parent, namespace, slab_bytes, chunk_tokens, slot, writes, set_id, no_sums)
+            pages.append(page.pack(item.tags))
+        addresses = self.arena.put_headers([item.slot for item in batch.staged], pages)
+        ops = list[WriteOp]()
+        heads, head, layer = writes.n_heads, writes.first_head, writes.first_layer
+        for item, segment, address in zip(batch.staged, segments, addresses, strict=True):
+            key, set_id, slot = item.chunk.key, item.chunk.set_id, item.chunk.slot
+            offset = slot_start(set_id, slot, segment.header.slot_bytes)
+            ops.append(WriteOp(segment.fd, offset, address, slab_bytes, heads, key, head, layer, item.checksums))
+            # Remembered of a full set too: its first slots may be written after its last ones, in another batch.
+            used, _ = self._slots_used.get((namespace, set_id), (0, 0))
+            self._slots_used[namespace, set_id] = max(used, slot + 1), segment.header.slots
         batch.files = [segment.fd for segment in segments]
-        if segments:
-            ops = [self._write_op(item, segment) for item, segment in zip(batch.staged, segments, strict=True)]
-            self._submit(batch, SaveState.WRITING, ops)
-        else:
-            self._finish(batch)
+        self._submit(batch, SaveState.WRITING, ops)
 
     def _submit(self, batch: SaveBatch, state: SaveState, ops: Sequence[WriteOp | FlushOp]) -> None:
         try:
             batch.io, batch.state = self._worker.io.ring.submit(ops), state
         except TierUnavailable as fault:  # its queue is full, or it is closed
             self._fail(batch.staged, self._outcome_of(fault))
-            self._finish(batch)
+            self._drop(batch)
 
-    def _write_op(self, item: Staged, segment: OpenSegment) -> WriteOp:
-        """Put the record's header page into its slot; the I/O engine fills in the checksums as the bytes pass."""
-        chunk, header, namespace = item.chunk, segment.header, item.plan.namespace
-        page = RecordHeader(
-            chunk.key,
-            chunk.parent,
-            namespace,
-            header.slab_bytes,
-            self._worker.geometry.chunk_tokens,
-            chunk.slot,
-            header.extent,
-            chunk.set_id,
-            (0,) * header.extent.n_heads,
-        ).pack(item.tags)
-        item.arena.header(item.slot).copy_(torch.frombuffer(bytearray(page), dtype=torch.uint8))
-        # Remembered of a full set too: its first slots may be written after its last ones, in another batch.
-        used, _ = self._slots_used.get((namespace, chunk.set_id), (0, 0))
-        self._slots_used[namespace, chunk.set_id] = max(used, chunk.slot + 1), header.slots
-        return WriteOp(
-            segment.fd,
-            header.slot_offset(chunk.slot),
-            item.arena.address(item.slot),
-            header.slab_bytes,
-            header.extent.n_heads,
-            chunk.key,
-            header.extent.first_head,
-            header.extent.first_layer,
-            item.checksums,
-        )
-
-    def _take_io(self) -> bool:
-        ended = [batch for batch in self._batches if batch.io is not None and batch.io.wait(0)]
-        for batch in ended:
-            assert batch.io is not None
-            results, batch.io = batch.io.results(), None
-            (self._written if batch.state is SaveState.WRITING else self._flushed)(batch, results)
-        return bool(ended)
+    def _take_io(self, batch: SaveBatch) -> None:
+        """Take a batch on whose writes or flushes have ended."""
+        assert batch.io is not None
+        results, batch.io = batch.io.results(), None
+        (self._written if batch.state is SaveState.WRITING else self._flushed)(batch, results)
 
     def _written(self, batch: SaveBatch, results: list[OpResult]) -> None:
         """Flush each file once, where other nodes may read nothing of it before."""
@@ -330,9 +322,10 @@ class RecordWriter:
         batch.staged = written
         if written:
             batch.state = SaveState.PUBLISHING
-            self._pool.add(partial(self._put_in_index, written), partial(self._published, batch))
+            publish, then = partial(self._put_in_index, written), partial(self._published, batch)
+            self._pool.add(publish, then, last=batch.held.close)
         else:
-            self._finish(batch)
+            self._drop(batch)
 
     def _put_in_index(self, written: Sequence[Staged]) -> set[int]:
         """Return the ids of the sets whose records are visible now, or others' records of the same chunks: not those of
@@ -345,38 +338,32 @@ class RecordWriter:
         return self.segments.leave(written[0].plan.namespace, locations)
 
     def _published(self, batch: SaveBatch, result: Any) -> None:
-        if batch.state is SaveState.HUNG:
-            self._finish(batch)
-            return
-        if isinstance(result, Exception):
+        saved, lost = list[Staged](), list[Staged]()
+        if batch.state is not SaveState.HUNG and isinstance(result, Exception):
             self._saver.end(batch.staged, self._outcome_of(result))
-            self._finish(batch)
-            return
-        saved = [item for item in batch.staged if item.chunk.set_id in result]
-        self._saver.end(saved, SaveOutcome.SAVED)
-        self._saver.end([item for item in batch.staged if item.chunk.set_id not in result], SaveOutcome.FAILED)
+        elif batch.state is not SaveState.HUNG:
+            for item in batch.staged:
+                (saved if item.chunk.set_id in result else lost).append(item)
+            self._saver.end(saved, SaveOutcome.SAVED)
+            self._saver.end(lost, SaveOutcome.FAILED)
         if saved:
             self.disk.worked()
-            metrics, n_bytes = self._worker.metrics, record_bytes(self.segments.writes, self.segments.slab_bytes)
-            metrics.add(names.SAVE_TOKENS, len(saved) * self._worker.geometry.chunk_tokens)
-            metrics.add(names.SAVE_BYTES, len(saved) * n_bytes)
-        self._finish(batch)
+        self._finish(batch, len(saved))
         if saved and self.segments.has_unpublished():  # the storage works again
             self._pool.add(self.segments.erase_unpublished)
 
-    def _expire(self) -> bool:
-        """Give up batches that are late. (The index has deadlines of its own.)"""
-        now_s = self._worker.clock()
-        opening = [b for b in self._in_state(SaveState.OPENING) if b.deadline_s + OPEN_GRACE_S < now_s]
-        for batch in opening:
+    def _expire(self, batch: SaveBatch, now_s: float) -> bool:
+        """Give up a batch that is late. (The index has deadlines of its own.) Return False if it may go on."""
+        if batch.io is not None:
+            self._rest(f"a write took more than {self._worker.timeout_s:.0f} s")
+            self._abandon(batch)
+        elif batch.state is SaveState.OPENING and batch.deadline_s + OPEN_GRACE_S < now_s:
             batch.state = SaveState.HUNG
             self._rest(f"creating or opening a segment took more than {self._worker.timeout_s:.0f} s")
             self._saver.end(batch.staged, SaveOutcome.FAILED)
-        late = [b for b in self._batches if b.io is not None and b.deadline_s <= now_s]
-        for batch in late:
-            self._rest(f"a write took more than {self._worker.timeout_s:.0f} s")
-            self._abandon(batch)
-        return bool(opening or late)
+        else:
+            return False
+        return True
 
     def _abandon(self, batch: SaveBatch) -> None:
         """Fail a batch whose writes are under way. Slots and segments stay taken until the kernel returns them."""
@@ -395,12 +382,21 @@ class RecordWriter:
             self._saver.give_back(batch.staged)
             batch.held.close()
 
-    def _finish(self, batch: SaveBatch) -> None:
-        """Drop a batch all of whose chunks are answered."""
+    def _finish(self, batch: SaveBatch, n_saved: int = 0) -> None:
+        """Forget a batch all of whose chunks are answered."""
+        counted = {}
         if batch.state is not SaveState.HUNG:
-            self._worker.metrics.add(names.SAVE_SECONDS, self._worker.clock() - batch.begun_s)
+            counted[names.SAVE_SECONDS] = self._worker.clock() - batch.begun_s
+        if n_saved:
+            counted[names.SAVE_TOKENS] = n_saved * self._worker.geometry.chunk_tokens
+            counted[names.SAVE_BYTES] = n_saved * record_bytes(self.segments.writes, self.segments.slab_bytes)
+        self._worker.metrics.add_each(counted)
         batch.state = SaveState.ENDED
         self._batches.pop(batch, None)
+
+    def _drop(self, batch: SaveBatch) -> None:
+        """Forget a batch of which nothing is published."""
+        self._finish(batch)
         self._pool.add(batch.held.close)  # which may close files, and take long
 
     def _fail(self, staged: Sequence[Staged], outcome: SaveOutcome) -> None:

@@ -37,7 +37,7 @@ from kvtier.runtime.threads import Jobs
 from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import Mark
 from kvtier.worker.loop import IDLE, TransferLoop, Turn
-from kvtier.worker.read_plan import sources_of
+from kvtier.worker.read_plan import Source, cuts_of
 from kvtier.worker.record_writer import RecordWriter, Staged
 
 COPIED_TOGETHER = 16  # chunks that are copied into the host arena behind one mark
@@ -90,6 +90,9 @@ class Saver:
         self._keeps_written = is_whole and (admit.arena if worker.host is None else admit.host).keeps_saved()
         self.bounds = bounds if is_whole and admit.arena.keeps_saved() else bounds._replace(held_max=0)
         self._writes, self._slab_bytes = self.writer.segments.writes, self.writer.segments.slab_bytes
+        cuts = cuts_of(((self._writes, self._slab_bytes),), self._writes, worker.arena.slot_bytes)
+        assert cuts is not None, "a slot has room for the record that is gathered into it"
+        ((_, self._cut),) = cuts
         self._log = RepeatedLog(worker.clock)
         self._done: deque[SaveDone] = deque()
         self._n_taken, self._n_left = 0, 0  # chunks ever gathered into the arena, by the engine's thread; that left it
@@ -121,9 +124,9 @@ class Saver:
                 if outcome is not None:
                     self._take_back(staged, outcome)
             finally:
-                now_s = self._worker.clock()
-                for chunk in plan.chunks[len(staged) :]:
-                    self._answer(chunk, refusal, now_s)
+                if len(staged) < len(plan.chunks):
+                    now_s = self._worker.clock()
+                    self._answer([(chunk, now_s) for chunk in plan.chunks[len(staged) :]], refusal)
 
     def take_done(self) -> list[SaveDone]:
         """Return the answers since the last take."""
@@ -171,18 +174,18 @@ class Saver:
         they are lost."""
         try:
             self._worker.order.wait(self._worker.order.mark())
-            for item in staged:
-                item.arena.discard(item.slot)
+            self._worker.arena.discard(*[item.slot for item in staged])
             self._n_taken -= len(staged)
         finally:
-            for item in staged:
-                self._answer(item.chunk, outcome, item.begun_s)
+            self._answer([(item.chunk, item.begun_s) for item in staged], outcome)
 
-    def _answer(self, chunk: SaveChunk, outcome: SaveOutcome, begun_s: float) -> None:
+    def _answer(self, chunks: Sequence[tuple[SaveChunk, float]], outcome: SaveOutcome) -> None:
+        """Answer chunks, each given with the time since which it is saved."""
         if outcome in _SKIPS:
-            self._worker.metrics.add(_SKIPS[outcome])
-        took_s = max(0.0, self._worker.clock() - begun_s)
-        self._done.append(SaveDone(chunk.key, chunk.set_id, chunk.slot, outcome, took_s))
+            self._worker.metrics.add(_SKIPS[outcome], len(chunks))
+        now_s = self._worker.clock()
+        for chunk, begun_s in chunks:
+            self._done.append(SaveDone(chunk.key, chunk.set_id, chunk.slot, outcome, max(0.0, now_s - begun_s)))
 
     # --- the loop's thread ---
 
@@ -191,9 +194,12 @@ class Saver:
         give one back."""
         if not self._staged:
             return IDLE
-        has_moved = self._copy_down() if self._to_copy else False
-        has_moved |= self.writer.turn()
-        return Turn(has_moved, has_moved, *self.writer.under_way(), is_polled=bool(self._to_copy))
+        if not self._to_copy:
+            return self.writer.turn()
+        has_moved = self._copy_down()
+        turn, is_waiting = self.writer.turn(), bool(self._to_copy)
+        goes_on = turn.goes_on or (has_moved and is_waiting)
+        return turn._replace(has_moved=turn.has_moved or has_moved, goes_on=goes_on, is_polled=is_waiting)
 
     def _take(self, gathered: Any) -> None:
         self._staged.update(dict.fromkeys(gathered.staged))
@@ -262,8 +268,8 @@ class Saver:
         """Free the staging slots, but for as many as the hbm arena is for, in which chunks that may stay above wait for
         their records. None counts as gathered: the next step finds as many slots as ever."""
         n_held = min(len(moved), self.bounds.held_max - self._n_held)
+        self._worker.arena.discard(*[item.above for item in moved[n_held:]])
         for item in moved[n_held:]:
-            self._worker.arena.discard(item.above)
             item.above = -1
         for item in moved:
             item.is_above = False
@@ -300,21 +306,33 @@ class Saver:
     def end(self, staged: Sequence[Staged], outcome: SaveOutcome, *, frees_slots: bool = True) -> bool:
         """Answer chunks and give their slots back; a chunk that was saved may stay there as a cache of itself. Return
         False if there are none."""
+        if not staged:
+            return False
         arena, is_saved = self._worker.arena, outcome is SaveOutcome.SAVED
+        above = [(item, item.above) for item in staged if item.above >= 0]
         for item in staged:
             del self._staged[item]
-            key, at = item.chunk.key, item.location
-            sources = () if at is None else sources_of((at,), at.extent, arena.slot_bytes) or ()
-            if item.above >= 0:
-                self._n_held -= not item.is_above
-                arena.commit(item.above, key, sources) if is_saved else arena.discard(item.above)
-            if is_saved and self._keeps_written:
-                item.arena.commit(item.slot, key, sources)
-            elif frees_slots:
-                item.arena.discard(item.slot)
+            self._n_held -= item.above >= 0 and not item.is_above
             self._n_left += item.is_above and frees_slots
-            self._answer(item.chunk, outcome, item.begun_s)
-        return bool(staged)
+        if is_saved:
+            self._commit(arena, above)
+        else:
+            arena.discard(*[slot for _, slot in above])
+        if is_saved and self._keeps_written:
+            self._commit(self.writer.arena, [(item, item.slot) for item in staged])
+        elif frees_slots:
+            _discard(staged)
+        self._answer([(item.chunk, item.begun_s) for item in staged], outcome)
+        return True
+
+    def _commit(self, arena: ChunkArena, saved: Sequence[tuple[Staged, int]]) -> None:
+        """Let the slots cache the chunks that were saved from them."""
+        filled = []
+        for item, slot in saved:
+            at = item.location
+            assert at is not None, "it is written"
+            filled.append((slot, item.chunk.key, (Source(at, self._cut, at.checksums),)))
+        arena.commit(filled)
 
     def _slab_run(self, item: Staged, arena: ChunkArena, slot: int) -> SlabRun:
         writes = self._writes
@@ -323,8 +341,7 @@ class Saver:
 
     def give_back(self, staged: Sequence[Staged]) -> None:
         """Give back the slots of chunks that were answered without. Called on any thread."""
-        for item in staged:
-            item.arena.discard(item.slot)
+        _discard(staged)
         self._loop.post(self._left, sum(item.is_above for item in staged))
 
     def _left(self, n_chunks: Any) -> None:
@@ -335,3 +352,8 @@ class Saver:
         self._to_copy.clear()
         self.writer.give_up()
         self.end(list(self._staged), SaveOutcome.FAILED)
+
+
+def _discard(staged: Sequence[Staged]) -> None:
+    for arena in {item.arena: None for item in staged}:
+        arena.discard(*[item.slot for item in staged if item.arena is arena])

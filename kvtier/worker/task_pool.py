@@ -42,12 +42,17 @@ class TaskPool:
     def is_due(self, now_s: float) -> bool:
         """Return True if a task may hang. Called on any thread."""
         with self._lock:
-            return bool(self._runners) and self._count_still() > 0
+            return any(map((now_s - self._still_s).__gt__, self._runners.values()))
 
-    def add(self, work: Callable[[], object], then: Then | None = None) -> None:
-        """Run `work` on a thread of the pool, and then have `then` called with its result or its exception."""
+    def add(
+        self, work: Callable[[], object], then: Then | None = None, *, last: Callable[[], object] | None = None
+    ) -> None:
+        """Run `work` on a thread of the pool, and then have `then` called with its result or its exception. `last` is
+        run behind it, and keeps nobody waiting."""
         with self._lock:
             self.tasks.append((work, then))
+            if last is not None:
+                self.tasks.append((last, None))
         self.staff()
 
     def staff(self) -> None:
@@ -55,8 +60,9 @@ class TaskPool:
         if not self.tasks and not self.n_still:
             return
         dropped: list[Then | None] = []
+        still_s = self._clock() - self._still_s
         with self._lock:
-            n_still = self._count_still() if self._runners else 0
+            n_still = sum(map(still_s.__gt__, self._runners.values()))
             if n_still != self.n_still:
                 self.n_still = n_still
                 self._jobs.widen(n_still)
@@ -71,10 +77,6 @@ class TaskPool:
                     self.tasks.clear()
         for then in dropped:
             self._end(then, TierUnavailable("the worker is closed"))
-
-    def _count_still(self) -> int:
-        still_s = self._clock() - self._still_s
-        return sum(map(still_s.__gt__, self._runners.values()))
 
     def _run(self, runner: object) -> None:
         """Run tasks until there are none: a job of the pool."""

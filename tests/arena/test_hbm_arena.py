@@ -149,9 +149,9 @@ def test_a_slot_is_not_given_away_while_its_scatter_is_to_come(tmp_path: Path, e
     engine.order.begin = begin_then_save  # type: ignore[method-assign]
     outcomes: list[SaveOutcome] = []
     answered = engine.transfers[0]._saver._answer
-    engine.transfers[0]._saver._answer = lambda chunk, outcome, begun_s: (  # type: ignore[method-assign]
-        outcomes.append(outcome),
-        answered(chunk, outcome, begun_s),
+    engine.transfers[0]._saver._answer = lambda chunks, outcome: (  # type: ignore[method-assign]
+        outcomes.extend(len(chunks) * [outcome]),
+        answered(chunks, outcome),
     )
     assert load(engine).failed_blocks == frozenset()
     assert sorted(outcome.value for outcome in outcomes) == 3 * ["queue_full"] + 2 * ["saved"]

@@ -67,7 +67,7 @@ class SlotsMachine(RuleBasedStateMachine):
     def commit(self, slot: int, key: bytes) -> None:
         self.serial += 1
         was_there = key in self.table
-        assert self.table.commit(slot, key, f"content {self.serial}") is not was_there
+        assert self.table.commit([(slot, key, f"content {self.serial}")]) == [not was_there]
         self.filling.remove(slot)
         if not was_there:
             self.cached[key] = (slot, f"content {self.serial}")

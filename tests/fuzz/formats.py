@@ -7,7 +7,6 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-
 from kvtier.errors import Corrupt
 from kvtier.format.geometry import PAGE_BYTES, Extent
 from kvtier.format.record import RecordHeader, SegmentHeader

@@ -20,7 +20,7 @@ from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveOutcome
 from kvtier.storage.root import find_root
 from kvtier.storage.segments import SegmentFiles, segment_name
-from kvtier.worker.record_writer import RecordWriter
+from kvtier.worker.record_writer import RecordWriter, SaveBatch
 from tests.support.rig import Engine
 from tests.waiting import wait_until
 
@@ -352,11 +352,10 @@ def test_writes_that_had_ended_at_a_fault_of_the_loop_keep_it_from_nothing(
     saver = engine.transfers[0]._saver
     broken = iter([True])
 
-    def fail_once(self: RecordWriter) -> bool:
-        writes, _ = self.under_way()
-        if writes is not None and writes.wait(5.0) and next(broken, False):
+    def fail_once(self: RecordWriter, batch: SaveBatch) -> None:
+        if next(broken, False):
             raise RuntimeError("a bug")
-        return take_io(self)
+        take_io(self, batch)
 
     take_io = RecordWriter._take_io
     monkeypatch.setattr(RecordWriter, "_take_io", fail_once)

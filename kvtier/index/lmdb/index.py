@@ -291,7 +291,8 @@ def _publish(records: Sequence[NewRecord], into_unowned: bool, view: View) -> in
     is_open: dict[int, bool] = {}  # set id -> whether records may be added to the set
     places = [_MEMBER.pack(*record.location[:3]) for record in records]
     keys = [record.key for record in records]
-    members, entries = dict(zip(places, view.values("members", places))), dict(zip(keys, view.values("entries", keys)))
+    members = dict(zip(places, view.values("members", places), strict=True))
+    entries = dict(zip(keys, view.values("entries", keys), strict=True))
     new_members, new_entries = dict[bytes, bytes](), dict[bytes, bytes]()
     for place, (key, location, whole) in zip(places, records, strict=True):
         set_id = location.set_id
