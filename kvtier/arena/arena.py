@@ -54,11 +54,12 @@ class Arena(Generic[Content]):
 
     def put_headers(self, slots: Sequence[int], pages: Sequence[bytes]) -> list[int]:
         """Copy a record's header page, of 4096 bytes, into each slot, in host memory. Return the slots' addresses."""
-        addresses = [self._address + slot * self.slot_bytes for slot in slots]
-        assert not self.is_device and max(slots) < self.n_slots
-        for address, page in zip(addresses, pages, strict=True):
-            assert len(page) == PAGE_BYTES
-            ctypes.memmove(address, page, PAGE_BYTES)
+        assert not self.is_device
+        addresses = []
+        for slot, page in zip(slots, pages, strict=True):
+            assert len(page) == PAGE_BYTES and slot < self.n_slots
+            addresses.append(self._address + slot * self.slot_bytes)
+            ctypes.memmove(addresses[-1], page, PAGE_BYTES)
         return addresses
 
     def record(self, slot: int, n_bytes: int) -> torch.Tensor:

@@ -90,10 +90,6 @@ class WorkerContext:
     timeout_s: float
     clock: Callable[[], float] = time.monotonic
 
-    @property
-    def chunk_blocks(self) -> int:
-        return self.geometry.chunk_tokens // self.pages.block_tokens
-
     def close_removed(self) -> None:
         """Close segments whose sets are no longer in the index, and those that the file system says were unlinked.
 

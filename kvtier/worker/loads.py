@@ -80,19 +80,16 @@ class LoadAnswers:
         with self._changed:
             return bool(self._done) or self._changed.wait(timeout_s)
 
-    def take(self) -> list[LoadDone]:
+    def take(self) -> tuple[list[LoadDone], list[tuple[int, float]]]:
+        """Return the answers since the last take, and (tokens, seconds from asking to the end) of whole loads."""
         with self._changed:
             done, self._done = self._done, []
-        return done
-
-    def take_timings(self) -> list[tuple[int, float]]:
-        with self._changed:
             timings, self._timings = self._timings, []
-        return timings
+        return done, timings
 
 
 class Loader:
-    """`load`, `take_done` and `take_timings` are called on the engine's thread, all else on the loop's.
+    """`load` and `take_done` are called on the engine's thread, all else on the loop's.
 
     Args:
         pool: run what may wait for storage or the index.
@@ -136,12 +133,8 @@ class Loader:
         """Return True while a load is under way. Called on any thread."""
         return bool(self._answers.unanswered())
 
-    def take_timings(self) -> list[tuple[int, float]]:
-        """Return (tokens, seconds from asking to the end) of whole loads since the last take."""
-        return self._answers.take_timings()
-
-    def take_done(self, timeout_s: float) -> list[LoadDone]:
-        """Return the answers since the last take; wait at most `timeout_s` for one."""
+    def take_done(self, timeout_s: float) -> tuple[list[LoadDone], list[tuple[int, float]]]:
+        """Return the answers since the last take, as `LoadAnswers.take` does; wait at most `timeout_s` for one."""
         ends_s = self._worker.clock() + timeout_s
         while True:
             self._loop.look()

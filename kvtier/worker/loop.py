@@ -113,8 +113,9 @@ class TransferLoop:
     def turn(self) -> Turn:
         """Take all work as far as it goes now."""
         has_moved = bool(self._posted)
-        if self._posted:
-            self._take_posted()
+        for _ in range(len(self._posted)):  # one at a time: if one raises, the others are not lost
+            then, value = self._posted.popleft()
+            then(value)
         if self._marks:
             has_moved |= self._take_marks()
         for pool in self._pools:
@@ -175,11 +176,6 @@ class TransferLoop:
         with self._changed:
             if not self._posted:
                 self._changed.wait(timeout_s)
-
-    def _take_posted(self) -> None:
-        for _ in range(len(self._posted)):  # one at a time: if one raises, the others are not lost
-            then, value = self._posted.popleft()
-            then(value)
 
     def _take_marks(self) -> bool:
         done = [entry for entry in self._marks if self._worker.order.is_done(entry[0])]

@@ -16,7 +16,7 @@ from contextlib import suppress
 from kvtier.codecs.base import slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
 from kvtier.format.geometry import Extent
-from kvtier.format.record import SegmentHeader, created_ms_of, part_of, parts_of, record_bytes, stripes_of
+from kvtier.format.record import STRIPES_MAX, SegmentHeader, created_ms_of, part_of, parts_of, record_bytes
 from kvtier.index.base import UNOWNED, Location, slots_used
 from kvtier.maintenance.sweep_lease import SweepLease
 from kvtier.plan import SaveChunk, SavePlan
@@ -39,23 +39,25 @@ class OwnSegments:
         self._worker = worker
         self.writes = writes
         self.slab_bytes = slab_bytes(worker.codec, worker.geometry, writes)
+        self.record_bytes = record_bytes(writes, self.slab_bytes)
         self._unpublished: deque[tuple[bytes, int, int]] = deque(maxlen=UNPUBLISHED_MAX)  # namespace, set, slot
         self._log = RepeatedLog(worker.clock)
 
-    def lease(self, plan: SavePlan, chunk: SaveChunk) -> OpenSegment | None:
-        """Return the segment for the chunk, open until its release; None when its set is no longer in the index.
+    def lease(self, plan: SavePlan, chunk: SaveChunk, part: int) -> OpenSegment | None:
+        """Return the segment for the chunk, open until its release; None when its set is no longer in the index. part:
+        of the set, that has the chunk's slot.
 
         Raises TierUnavailable, Corrupt.
         """
         files = self._worker.files(plan.namespace)
-        header = self._header(plan, chunk)
+        header = self._header(plan, chunk, part)
         try:
-            leased = files.lease(chunk.set_id, header.part, for_writing=True)
+            leased = files.lease(chunk.set_id, part, for_writing=True)
             if leased is None:
                 files.create(header)
                 with suppress(IndexUnavailable):  # what is written waits for it, as all that is to be published does
                     self._leave_unknown(files, {chunk.set_id})
-                leased = files.lease(chunk.set_id, header.part, for_writing=True)
+                leased = files.lease(chunk.set_id, part, for_writing=True)
         except TierUnavailable:
             # A reset removes the set with its namespace's folder, which is no fault of the storage.
             if self._was_removed(chunk.set_id):
@@ -63,7 +65,7 @@ class OwnSegments:
             raise
         if leased is not None and leased.header != header:
             leased.release()
-            raise Corrupt(f"{segment_name(chunk.set_id, header.part)} is not the one that was made here")
+            raise Corrupt(f"{segment_name(chunk.set_id, part)} is not the one that was made here")
         return leased
 
     def _was_removed(self, set_id: int) -> bool:
@@ -73,7 +75,7 @@ class OwnSegments:
             return not index.was_reset and not index.some_sets([set_id]) and not index.was_reset
         return False
 
-    def _header(self, plan: SavePlan, chunk: SaveChunk) -> SegmentHeader:
+    def _header(self, plan: SavePlan, chunk: SaveChunk, part: int) -> SegmentHeader:
         """Return the header that our segment has. A segment with another one was put in its place: a record is written
         as its header says, and one that lied would have other memory written into the file."""
         return SegmentHeader(
@@ -81,12 +83,12 @@ class OwnSegments:
             chunk.set_id,
             self._worker.share.rank,
             plan.slots,
-            record_bytes(self.writes, self.slab_bytes),
+            self.record_bytes,
             self.writes,
             self.slab_bytes,
             created_ms_of(chunk.set_id),
             chunk.tenant,
-            chunk.slot % stripes_of(chunk.set_id),
+            part % STRIPES_MAX,
         )
 
     def leave(self, namespace: bytes, written: Collection[Location]) -> set[int]:

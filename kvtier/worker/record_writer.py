@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvtier.errors import Corrupt, IndexUnavailable, KVTierError, TierUnavailable
-from kvtier.format.record import RecordHeader, part_of, record_bytes, slot_start
+from kvtier.format.record import RecordHeader, part_of, slot_start
 from kvtier.index.base import Location, NewRecord
 from kvtier.io.base import Reads
 from kvtier.io.ring import FlushOp, OpResult, WriteOp
@@ -80,6 +80,7 @@ class SaveBatch:
     held: open segments. files: descriptors that are written. io: writes or flushes under way. results: of the writes.
     """
 
+    namespace: bytes
     staged: list[Staged]
     state: SaveState
     begun_s: float
@@ -88,10 +89,6 @@ class SaveBatch:
     files: list[int] = field(default_factory=list)
     io: Reads | None = None
     results: list[OpResult] = field(default_factory=list)
-
-    @property
-    def namespace(self) -> bytes:
-        return self.staged[0].plan.namespace
 
     @property
     def set_ids(self) -> set[int]:
@@ -132,6 +129,7 @@ class RecordWriter:
         self._saver = saver
         self._log = RepeatedLog(worker.clock)
         self._batches: dict[SaveBatch, None] = {}
+        self._whole = worker.geometry.whole
         self._slots_used: dict[tuple[bytes, int], tuple[int, int]] = {}
 
     def is_due(self, now_s: float) -> bool:
@@ -190,10 +188,13 @@ class RecordWriter:
             else:
                 left.append(item)
         self.ready = left
-        if self._saver.end(stuck, SaveOutcome.FAILED):
+        if stuck:
+            self._saver.end(stuck, SaveOutcome.FAILED)
             self._rest("a segment of the same set does not open")
         if staged:
-            batch = SaveBatch(staged, SaveState.OPENING, now_s, now_s + self._worker.timeout_s)
+            batch = SaveBatch(
+                staged[0].plan.namespace, staged, SaveState.OPENING, now_s, now_s + self._worker.timeout_s
+            )
             self._batches[batch] = None
             self._pool.add(partial(self._open, batch), partial(self._opened, batch))
         return bool(staged or stuck)
@@ -211,13 +212,13 @@ class RecordWriter:
             set_id, slot = item.chunk.set_id, item.chunk.slot
             file = set_id, part_of(set_id, self._worker.share.rank, slot)
             if entry is None and file not in by_file:
-                by_file[file] = self._lease(batch, item)
+                by_file[file] = self._lease(batch, item, file[1])
             results.append(by_file[file] if entry is None else SaveOutcome.PRESENT)
         return results
 
-    def _lease(self, batch: SaveBatch, item: Staged) -> Opened:
+    def _lease(self, batch: SaveBatch, item: Staged, part: int) -> Opened:
         try:
-            segment = self.segments.lease(item.plan, item.chunk)
+            segment = self.segments.lease(item.plan, item.chunk, part)
         except (KVTierError, OSError) as fault:
             return fault
         if segment is None:
@@ -330,12 +331,14 @@ class RecordWriter:
     def _put_in_index(self, written: Sequence[Staged]) -> set[int]:
         """Return the ids of the sets whose records are visible now, or others' records of the same chunks: not those of
         sets that were removed or taken over before. Runs in the pool."""
-        whole = self._worker.geometry.whole
-        locations = [item.location for item in written if item.location is not None]
-        records = [NewRecord(item.chunk.key, at, whole) for item, at in zip(written, locations, strict=True)]
+        records, set_ids = list[NewRecord](), set[int]()
+        for item in written:
+            assert item.location is not None
+            records.append(NewRecord(item.chunk.key, item.location, self._whole))
+            set_ids.add(item.chunk.set_id)
         if self._worker.index.publish(records) == len(records):
-            return {location.set_id for location in locations}
-        return self.segments.leave(written[0].plan.namespace, locations)
+            return set_ids
+        return self.segments.leave(written[0].plan.namespace, [record.location for record in records])
 
     def _published(self, batch: SaveBatch, result: Any) -> None:
         saved, lost = list[Staged](), list[Staged]()
@@ -344,9 +347,10 @@ class RecordWriter:
         elif batch.state is not SaveState.HUNG:
             for item in batch.staged:
                 (saved if item.chunk.set_id in result else lost).append(item)
-            self._saver.end(saved, SaveOutcome.SAVED)
-            self._saver.end(lost, SaveOutcome.FAILED)
+            if lost:
+                self._saver.end(lost, SaveOutcome.FAILED)
         if saved:
+            self._saver.end(saved, SaveOutcome.SAVED)
             self.disk.worked()
         self._finish(batch, len(saved))
         if saved and self.segments.has_unpublished():  # the storage works again
@@ -389,7 +393,7 @@ class RecordWriter:
             counted[names.SAVE_SECONDS] = self._worker.clock() - batch.begun_s
         if n_saved:
             counted[names.SAVE_TOKENS] = n_saved * self._worker.geometry.chunk_tokens
-            counted[names.SAVE_BYTES] = n_saved * record_bytes(self.segments.writes, self.segments.slab_bytes)
+            counted[names.SAVE_BYTES] = n_saved * self.segments.record_bytes
         self._worker.metrics.add_each(counted)
         batch.state = SaveState.ENDED
         self._batches.pop(batch, None)

@@ -89,8 +89,14 @@ class Saver:
         is_whole = share.writes == share.reads
         self._keeps_written = is_whole and (admit.arena if worker.host is None else admit.host).keeps_saved()
         self.bounds = bounds if is_whole and admit.arena.keeps_saved() else bounds._replace(held_max=0)
-        self._writes, self._slab_bytes = self.writer.segments.writes, self.writer.segments.slab_bytes
-        cuts = cuts_of(((self._writes, self._slab_bytes),), self._writes, worker.arena.slot_bytes)
+        writes, held = self.writer.segments.writes, share.reads
+        self._writes, self._slab_bytes = writes, self.writer.segments.slab_bytes
+        layer, head = writes.first_layer - held.first_layer, writes.first_head - held.first_head
+        self._patch = Patch(0, layer, writes.n_layers, head, writes.n_heads)
+        self._chunk_blocks = worker.geometry.chunk_tokens // worker.pages.block_tokens
+        # Bytes of a slab in front of its padding:
+        self._filled_bytes = worker.codec.layers_bytes(worker.geometry, range(writes.first_layer, writes.end_layer))
+        cuts = cuts_of(((writes, self._slab_bytes),), writes, worker.arena.slot_bytes)
         assert cuts is not None, "a slot has room for the record that is gathered into it"
         ((_, self._cut),) = cuts
         self._log = RepeatedLog(worker.clock)
@@ -150,22 +156,16 @@ class Saver:
     def _gather(self, staged: list[Staged]) -> Gathered:
         """Launch one gather for all of them, after one launch that zeroes the slabs' padding where they have any: files
         are to hold nothing of the chunks that were in the slots before."""
-        worker, writes, held, size = self._worker, self._writes, self._worker.share.reads, self._slab_bytes
-        assert {len(item.chunk.block_ids) for item in staged} == {worker.chunk_blocks}
-        first_layer, first_head = writes.first_layer - held.first_layer, writes.first_head - held.first_head
-        patch = Patch(0, first_layer, writes.n_layers, first_head, writes.n_heads)
-        moves = [
-            Move(
-                patch,
-                item.chunk.block_ids,
-                worker.arena.slabs(item.slot, PAGE_BYTES, writes.n_heads, size),
-                key=item.chunk.key,
-                position=item.chunk.number * worker.geometry.chunk_tokens,
-            )
-            for item in staged
-        ]
-        n_bytes = worker.codec.layers_bytes(worker.geometry, range(writes.first_layer, writes.end_layer))
-        worker.arena.blank([item.slot for item in staged], writes.n_heads, size, n_bytes)
+        worker, n_heads, slab_bytes = self._worker, self._writes.n_heads, self._slab_bytes
+        slots, moves = list[int](), list[Move]()
+        for item in staged:
+            chunk = item.chunk
+            assert len(chunk.block_ids) == self._chunk_blocks
+            slabs = worker.arena.slabs(item.slot, PAGE_BYTES, n_heads, slab_bytes)
+            position = chunk.number * worker.geometry.chunk_tokens
+            moves.append(Move(self._patch, chunk.block_ids, slabs, key=chunk.key, position=position))
+            slots.append(item.slot)
+        worker.arena.blank(slots, n_heads, slab_bytes, self._filled_bytes)
         encoded = worker.codec.encode(worker.pages, moves)
         return Gathered(staged, worker.order.mark(), encoded)
 
@@ -314,9 +314,9 @@ class Saver:
             del self._staged[item]
             self._n_held -= item.above >= 0 and not item.is_above
             self._n_left += item.is_above and frees_slots
-        if is_saved:
+        if above and is_saved:
             self._commit(arena, above)
-        else:
+        elif above:
             arena.discard(*[slot for _, slot in above])
         if is_saved and self._keeps_written:
             self._commit(self.writer.arena, [(item, item.slot) for item in staged])

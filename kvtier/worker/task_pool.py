@@ -59,7 +59,7 @@ class TaskPool:
         """Have as many runners as the pool is wide, beside those whose tasks may hang."""
         if not self.tasks and not self.n_still:
             return
-        dropped: list[Then | None] = []
+        dropped: list[Then] = []
         still_s = self._clock() - self._still_s
         with self._lock:
             n_still = sum(map(still_s.__gt__, self._runners.values()))
@@ -73,10 +73,10 @@ class TaskPool:
             if not self._jobs.submit(partial(self._run, runner)):
                 del self._runners[runner]
                 if not self._runners:
-                    dropped = [then for _, then in self.tasks]
+                    dropped = [then for _, then in self.tasks if then is not None]
                     self.tasks.clear()
         for then in dropped:
-            self._end(then, TierUnavailable("the worker is closed"))
+            self._tell(then, TierUnavailable("the worker is closed"))
 
     def _run(self, runner: object) -> None:
         """Run tasks until there are none: a job of the pool."""
@@ -98,8 +98,5 @@ class TaskPool:
                     del self._runners[runner]
                 raise
             finally:
-                self._end(then, result)
-
-    def _end(self, then: Then | None, result: object) -> None:
-        if then is not None:
-            self._tell(then, result)
+                if then is not None:
+                    self._tell(then, result)

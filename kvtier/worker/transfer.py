@@ -119,8 +119,8 @@ class Transfer:
     def poll(self, timeout_s: float = 0.0) -> Progress:
         """Return the answers since the last poll; wait at most `timeout_s` for a load to end."""
         self._upkeep.at_work()
-        done = self._loader.take_done(timeout_s)
-        return Progress(done, self._saver.take_done(), self._loader.take_timings())
+        loads, timings = self._loader.take_done(timeout_s)
+        return Progress(loads, self._saver.take_done(), timings)
 
     def start(self) -> None:
         """Tidy in the background until `close`."""

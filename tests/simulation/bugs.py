@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +16,7 @@ from kvtier.connectors.bridge import SchedulerBridge
 from kvtier.errors import ConfigError
 from kvtier.eviction.set_removal import Remover
 from kvtier.format.namespace import chunk_keys
-from kvtier.format.record import stripes_of
+from kvtier.format.record import STRIPES_MAX, stripes_of
 from kvtier.index import entry
 from kvtier.index.base import NewRecord, SetInfo
 from kvtier.index.memory import MemoryIndex
@@ -279,10 +279,12 @@ def a_chunk_is_counted_before_it_lands(original: Any, loader: Loader, moved: Any
             load.n_pending -= 1
 
 
-@planted(OwnSegments, "_header", "calm")
-def a_record_goes_into_the_file_of_another_stripe(original: Any, segments: OwnSegments, plan: Any, chunk: Any) -> Any:
-    header = original(segments, plan, chunk)
-    return replace(header, stripe=(header.stripe + 1) % stripes_of(chunk.set_id))
+@planted(OwnSegments, "lease", "calm")
+def a_record_goes_into_the_file_of_another_stripe(
+    original: Any, segments: OwnSegments, plan: Any, chunk: Any, part: int
+) -> Any:
+    rank, stripe = divmod(part, STRIPES_MAX)
+    return original(segments, plan, chunk, rank * STRIPES_MAX + (stripe + 1) % stripes_of(chunk.set_id))
 
 
 @planted(Loader, "_join", "calm")

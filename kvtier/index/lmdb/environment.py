@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -62,6 +63,7 @@ _BROKEN = (
     lmdb.PanicError,
     lmdb.BadTxnError,  # raised by the first read when the root page of a named database is damaged
 )
+_device_and_inode = attrgetter("st_dev", "st_ino")
 _WRONG_PATH = (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError)
 
 
@@ -92,7 +94,8 @@ class SharedEnvironment:
     def open(self) -> None:
         """Open the files, so that faults show at the start. Raises ConfigError, IndexUnavailable."""
         try:
-            self._ready(self._deadline())
+            if not self._is_current():
+                self._open_again(time.monotonic() + self._timeout_s)
         except _WRONG_PATH as error:
             raise ConfigError("index.path", self.path, f"{error.strerror}: {self._path_fix()}") from None
         except lmdb.LockError as error:
@@ -119,9 +122,10 @@ class SharedEnvironment:
 
         at_once: never call `reopen`, whose file system may block longer than any timeout: raise where it is needed.
         """
-        deadline, opened = self._deadline(), None
+        deadline, opened = time.monotonic() + self._timeout_s, None
         try:
-            self._ready(deadline, at_once)
+            if not self._is_current():
+                self._open_again(deadline, at_once)
             with held(self._reading, deadline):
                 opened = self._opened
                 if opened is None:
@@ -142,7 +146,7 @@ class SharedEnvironment:
         work: must not change anything but the transaction.
         adds: `work` adds records or sets. It is refused while there is still space for leases, recency and removals.
         """
-        deadline, opened = self._deadline(), None
+        deadline, opened = time.monotonic() + self._timeout_s, None
         try:
             with held(self._writing, deadline):
                 opened = self._current(deadline)
@@ -168,9 +172,6 @@ class SharedEnvironment:
         """Exclude all transactions of this process."""
         with self._writing, self._reading:
             yield
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self._timeout_s
 
     def _unavailable(self, opened: OpenEnvironment | None, error: Exception) -> IndexUnavailable:
         if opened is not None and isinstance(error, _BROKEN):
@@ -210,13 +211,12 @@ class SharedEnvironment:
             finally:
                 close_file(descriptor)
 
-    def _ready(self, deadline: float, at_once: bool = False) -> None:
-        """Open the files under the path unless they are open. The caller holds no lock."""
-        if not self._is_current():
-            if at_once and self._reopen is not None:
-                raise IndexUnavailable(f"index {self.path}: its files are gone; they are reopened in the background")
-            with held(self._writing, deadline):
-                self._current(deadline)
+    def _open_again(self, deadline: float, at_once: bool = False) -> None:
+        """Open the files under the path, which are not open. The caller holds no lock."""
+        if at_once and self._reopen is not None:
+            raise IndexUnavailable(f"index {self.path}: its files are gone; they are reopened in the background")
+        with held(self._writing, deadline):
+            self._current(deadline)
 
     def _is_current(self) -> bool:
         opened = self._opened
@@ -238,10 +238,9 @@ class SharedEnvironment:
     def _identity(self) -> Identity | None:
         """Return the identity of the files that all users must share, locks included. None: one is missing."""
         try:
-            found = [os.stat(path) for path in self._shared_paths]
+            return tuple(map(_device_and_inode, map(os.stat, self._shared_paths)))
         except FileNotFoundError:
             return None
-        return tuple((status.st_dev, status.st_ino) for status in found)
 
     def _has(self, name: str) -> bool:
         return os.path.lexists(os.path.join(self.path, name))
@@ -352,7 +351,7 @@ class SharedEnvironment:
     def _discard(self, opened: OpenEnvironment) -> None:
         """Unlink the files if they are still those of `opened`; the next access starts an empty index."""
         log.warning("the index %s is broken: starting an empty one", self.path)
-        deadline = self._deadline()
+        deadline = time.monotonic() + self._timeout_s
         with contextlib.suppress(OSError, IndexUnavailable), held(self._writing, deadline):
             if opened is self._opened and opened.identity == self._identity():
                 with file_lock(self._lock_file, deadline):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -28,8 +29,7 @@ class View:
 
     def values(self, database: str, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return the value of each key, None where it is missing."""
-        get, handle = self._txn.get, self._databases[database]
-        return [get(key, None, handle) for key in keys]  # type: ignore[misc]  # buffers=False
+        return list(map(partial(self._txn.get, db=self._databases[database]), keys))  # type: ignore[arg-type]
 
     def leading(self, database: str, keys: Sequence[bytes], wanted: Callable[[bytes], bool]) -> list[bytes]:
         """Return the values of `keys` up to the first that is missing or not `wanted`."""
