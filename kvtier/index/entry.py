@@ -41,6 +41,7 @@ RECORDS_MAX = 512
 _HEAD = struct.Struct("<B4H")
 _RECORD = struct.Struct("<QHIQ4H")
 _CHECKSUM_BYTES = 8
+FIRST_SET = slice(_HEAD.size, _HEAD.size + 8)  # bytes of the set id of the first record
 
 
 def is_complete(value: bytes) -> bool:
@@ -57,7 +58,7 @@ def first_set(value: bytes) -> int:
     """Return the set id of the first record, without the cost of `unpack`. Raises Corrupt when there is none."""
     if len(value) < _HEAD.size + _RECORD.size:
         raise Corrupt(f"index entry: {len(value)} bytes hold no record")
-    return int.from_bytes(value[_HEAD.size : _HEAD.size + 8], "little")
+    return int.from_bytes(value[FIRST_SET], "little")
 
 
 def pack(locations: list[Location], whole: Extent) -> bytes:

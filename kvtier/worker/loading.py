@@ -33,6 +33,7 @@ from kvtier.runtime import metrics as names
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import Mark
+from kvtier.worker.loop import TransferLoop
 from kvtier.worker.read_plan import Source, slabs_bytes
 from kvtier.worker.record_reader import FetchFailed, FileReads, HeldSegments, RecordReader
 from kvtier.worker.task_pool import TaskPool
@@ -134,12 +135,8 @@ class Fetch:
         return any(part.load is load for part in self.wanted_by)
 
 
-class Background(Protocol):
-    """Services of the loop that the steps call."""
-
-    def when_done(self, mark: Mark, then: Callable[[], None]) -> None:
-        """Run `then` on the loop's thread once the mark is done."""
-        ...
+class Loads(Protocol):
+    """Services of the loads that the steps call."""
 
     def failed(self, fetch: Fetch, failure: Exception) -> None:
         """The chunk can't be had; its slot is given back."""
@@ -160,13 +157,16 @@ class ChunkLoader:
     in_state: the chunks in each state but ENDED, in the order in which they came to it.
     """
 
-    def __init__(self, worker: WorkerContext, admit: Admissions, loop: Background, pool: TaskPool) -> None:
+    def __init__(
+        self, worker: WorkerContext, admit: Admissions, loads: Loads, loop: TransferLoop, pool: TaskPool
+    ) -> None:
         self.reader = RecordReader(worker)
         self.in_state: dict[State, dict[Fetch, None]] = {state: {} for state in State if state is not State.ENDED}
         self.to_open: dict[tuple[Load | None, bool], list[Fetch]] = {}  # by load, and by whether they are read again
         self.to_close: list[HeldSegments] = []  # one for each chunk that has released it
         self._worker = worker
         self._admit = admit
+        self._loads = loads
         self._loop = loop
         self._pool = pool
         self._log = RepeatedLog(worker.clock)
@@ -314,8 +314,10 @@ class ChunkLoader:
             cached = arena.lease(fetch.chunk.key) if is_new and goes_down else None
             if cached is not None:  # else it was pushed out already
                 kept_below.append((fetch, cached[0], True))
-        arena.release_each(released)
-        arena.discard(*unused)
+        if released:
+            arena.release_each(released)
+        if unused:
+            arena.discard(*unused)
         if kept_below:
             self._keep_below(kept_below)
 
@@ -355,7 +357,7 @@ class ChunkLoader:
         unlike sets are tasks of their own: where the open of one hangs, other loads still get the others."""
         to_open, self.to_open = self.to_open, {}
         for of_load in to_open.values():
-            for _, of_set in itertools.groupby(of_load, _first_set):
+            for _, of_set in itertools.groupby(of_load, lambda fetch: fetch.chunk.entry[entries.FIRST_SET]):
                 left = list(of_set)
                 for first in range(0, len(left), OPENED_TOGETHER):
                     self._open_in_pool(left[first : first + OPENED_TOGETHER])
@@ -379,7 +381,7 @@ class ChunkLoader:
         if self._landing is not None and fetch.host_slot < 0:
             landing = self._landing.reserve()
             if landing is None:
-                self._loop.failed(fetch, FetchFailed("no slot in the host arena is free"))
+                self._loads.failed(fetch, FetchFailed("no slot in the host arena is free"))
                 return
             fetch.host_slot = landing
         self._open([fetch])
@@ -427,7 +429,7 @@ class ChunkLoader:
 
     def _end_in_pool(self, fetch: Fetch, result: object) -> None:
         assert isinstance(result, Exception)
-        self._loop.failed(fetch, FetchFailed(str(result)) if isinstance(result, Corrupt) else result)
+        self._loads.failed(fetch, FetchFailed(str(result)) if isinstance(result, Corrupt) else result)
 
     def _read_anew(self, fetch: Fetch) -> None:
         self._worker.metrics.add(names.REREAD_CHUNKS)
@@ -497,7 +499,7 @@ class ChunkLoader:
         self._log.line(logging.ERROR, "bad", "chunk %s went bad in memory; it is read again", key.hex())
         if fetch.origin is Origin.ARENA:
             self._worker.arena.drop(key)
-            self._loop.begin_again(fetch)
+            self._loads.begin_again(fetch)
             return
         assert self._worker.host is not None
         self._worker.host.drop(key)
@@ -509,7 +511,7 @@ class ChunkLoader:
         host, arena, order = self._worker.host, self._worker.arena, self._worker.order
         assert host is not None
         kept, pairs = list[tuple[Fetch, int]](), []
-        room = KEPT_AT_ONCE_MAX - self._n_kept_now if self._loop.waits_for_storage() else 0
+        room = KEPT_AT_ONCE_MAX - self._n_kept_now if self._loads.waits_for_storage() else 0
         for fetch, slot, _ in landed[: max(0, room)]:
             host_slot = host.reserve()
             if host_slot is None:
@@ -561,13 +563,6 @@ class ChunkLoader:
         blocks, rest = divmod(chunk.first_token, self._worker.pages.block_tokens)
         assert rest == 0, "local hits end at a block"
         return blocks
-
-
-def _first_set(fetch: Fetch) -> int:
-    try:
-        return entries.first_set(fetch.chunk.entry)
-    except Corrupt:  # as opening it says
-        return 0
 
 
 def _close_all(held: Counter[HeldSegments]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -24,7 +24,6 @@ from kvtier.runtime import metrics as names
 from kvtier.runtime.repeated_log import RepeatedLog, cause_of
 from kvtier.runtime.threads import Jobs
 from kvtier.worker.context import WorkerContext
-from kvtier.worker.cuda_events import Mark
 from kvtier.worker.loading import ChunkLoader, Fetch, Load, Part, State
 from kvtier.worker.loop import IDLE, TransferLoop, Turn
 from kvtier.worker.record_reader import FetchFailed, SegmentGone
@@ -44,7 +43,7 @@ ORDER_BYTES_S = 10e9
 CLOSED_TOGETHER = 16  # chunks whose segments are released together while loads are under way
 ANSWER_LOOK_S = 0.05  # interval at which who waits for an answer looks for deadlines that have passed, seconds
 
-_n_pending_of, _waiting_of, _deadline_of = map(attrgetter, ("n_pending", "waiting", "deadline_s"))
+_n_pending_of, _waiting_of, _deadline_of, _turn_of = map(attrgetter, ("n_pending", "waiting", "deadline_s", "turn_s"))
 _first_token_of = attrgetter("first_token")
 
 
@@ -99,7 +98,7 @@ class Loader:
         self._worker = worker
         self._loop = loop
         self._pool = loop.pool(pool)
-        self._chunks = ChunkLoader(worker, admit, self, self._pool)
+        self._chunks = ChunkLoader(worker, admit, self, loop, self._pool)
         self._answers = LoadAnswers(worker)
         self._log = RepeatedLog(worker.clock)
         self._loads: list[Load] = []  # in the order in which they are served
@@ -107,7 +106,6 @@ class Loader:
         slot_bytes, is_device = worker.arena.slot_bytes, worker.arena.is_device
         self._window = max(WINDOW_MIN, min(WINDOW_MAX, WINDOW_BYTES // slot_bytes))  # chunks that hold slots at a time
         self._together = TOGETHER_MAX if is_device else max(1, min(MOVED_MAX, MOVED_BYTES // slot_bytes))
-        self._n_marks = 0  # scatters and copies that have not ended
         self._lacks_slot = False
         loop.halves.append(self)
 
@@ -186,7 +184,7 @@ class Loader:
     def _take(self, load: object) -> None:
         assert isinstance(load, Load)
         load.begun_s = load.moved_s = self._worker.clock()
-        insort(self._loads, load, key=lambda known: known.turn_s)
+        insort(self._loads, load, key=_turn_of)
 
     def _scatter(self, has_moved: bool) -> tuple[bool, bool]:
         """Launch the scatter of verified chunks of all loads whose blocks are free to be written. If there is no such
@@ -208,7 +206,7 @@ class Loader:
             fetch.n_moving += 1
             part.load.n_scattered += 1
             part.load.moved_s = now_s
-        self.when_done(mark, partial(self._landed, moving))
+        self._loop.when_done(mark, partial(self._landed, moving))
         return True, len(moving) < len(verified)
 
     def _next_verified(self) -> list[tuple[Fetch, Part]]:
@@ -267,7 +265,8 @@ class Loader:
 
     def _begin(self) -> bool:
         """Begin chunks of the loads in their order, as many as the window and the arena have room for."""
-        has_moved, is_full, held_up = False, False, self._held_up()
+        has_moved, is_full = False, False
+        held_up = self._held_up() if len(self._loads) > 1 else set()
         for load in self._loads:
             while load.waiting:
                 part = Part(load, load.waiting[-1])
@@ -303,7 +302,7 @@ class Loader:
         if self._worker.quarantine.is_due(self._worker.clock()):
             self._pool.add(self._worker.quarantine.sweep)
         n_waiting = len(self._chunks.in_state[State.VERIFIED]) + len(self._chunks.in_state[State.SUSPECT])
-        if self._fetches and not self._n_marks and n_waiting == len(self._fetches):
+        if self._fetches and not self._loop.has_marks and n_waiting == len(self._fetches):
             # All slots are held by chunks that wait for this one: the one that was begun last gives its slot up.
             self.begin_again(next(reversed(self._fetches.values())))
         return False
@@ -389,29 +388,25 @@ class Loader:
             return True
         return len(self._chunks.in_state[State.READING]) >= self._window // 2
 
-    def when_done(self, mark: Mark, then: Callable[[], None]) -> None:
-        self._n_marks += 1
-        self._loop.when_done(mark, partial(self._mark_done, then))
-
-    def _mark_done(self, then: Callable[[], None]) -> None:
-        self._n_marks -= 1
-        then()
-
     # --- answers ---
 
     def _answer_ended(self) -> None:
-        ended = [load for load in self._loads if not load.n_pending]
-        self._loads = [load for load in self._loads if load.n_pending]
+        loads, self._loads = self._loads, []
+        ended = list[Load]()
+        for load in loads:
+            (self._loads if load.n_pending else ended).append(load)
         for load in ended:
             self._end(load)
 
     def _end(self, load: Load) -> None:
         n_landed, plan, failure = load.n_landed, load.plan, load.failure
-        metrics = self._worker.metrics
-        metrics.add(names.LOAD_REQUESTS)
-        metrics.add(names.LOAD_TOKENS, tokens_of(self._worker, plan.chunks[:n_landed]))
-        metrics.add(names.LOAD_BYTES, load.n_bytes)
-        metrics.add(names.LOAD_SECONDS, self._worker.clock() - load.begun_s)
+        counted = {
+            names.LOAD_REQUESTS: 1,
+            names.LOAD_TOKENS: tokens_of(self._worker, plan.chunks[:n_landed]),
+            names.LOAD_BYTES: load.n_bytes,
+            names.LOAD_SECONDS: self._worker.clock() - load.begun_s,
+        }
+        self._worker.metrics.add_each(counted)
         if failure is not None:
             self._log.warning(
                 cause_of(failure),

@@ -110,6 +110,11 @@ class TransferLoop:
         else:
             self._marks.append((mark, then))
 
+    @property
+    def has_marks(self) -> bool:
+        """Return True if launches or copies are under way."""
+        return bool(self._marks)
+
     def turn(self) -> Turn:
         """Take all work as far as it goes now."""
         has_moved = bool(self._posted)
@@ -119,7 +124,7 @@ class TransferLoop:
         if self._marks:
             has_moved |= self._take_marks()
         for pool in self._pools:
-            if pool.tasks or pool.n_still:
+            if pool.n_still or (pool.tasks and pool.is_due(self._worker.clock())):
                 pool.staff()
         goes_on, io, n_bytes, is_polled = False, None, 0, False
         for half in self.halves:

@@ -22,7 +22,7 @@ from kvtier.io.ring import AlignedBuffer, ReadOp
 from kvtier.maintenance.record_check import Rechecks
 from kvtier.plan import LoadChunk
 from kvtier.runtime import metrics as names
-from kvtier.storage.open_segments import GONE, OpenSegment
+from kvtier.storage.open_segments import GONE, Name, OpenSegment
 from kvtier.storage.segments import segment_name
 from kvtier.storage.stuck_files import StuckFiles
 from kvtier.worker.context import WorkerContext
@@ -85,11 +85,13 @@ class _Prepared(NamedTuple):
 
 
 class RecordReader:
-    """Shared by all loads of a worker; thread-safe. arena: where the bytes land, on the host if records are signed."""
+    """Shared by all loads of a worker; thread-safe. arena: where the bytes land, on the host if records are signed.
+    signs: records are signed, so that `judge` has to look at each chunk."""
 
     def __init__(self, worker: WorkerContext) -> None:
         self._worker = worker
         self._signer = worker.io.signer
+        self.signs = self._signer is not None
         is_staged = self._signer is not None and worker.host is not None
         self.arena = worker.host if is_staged and worker.host is not None else worker.arena
         self.rechecks = Rechecks(worker.files, worker.index, worker.metrics, worker.clock)
@@ -105,9 +107,8 @@ class RecordReader:
         anew: through descriptors that are opened for this."""
         begun_s, failed, prepared = self._worker.clock(), list[FileReads | Exception](), list[_Prepared]()
         try:
-            self._worker.files(
-                namespace
-            )  # first: raises for a namespace of another worker, of which nothing is to be judged
+            # First: raises for a namespace of another worker, of which nothing is to be judged.
+            self._worker.files(namespace)
             may_be_stuck = self.stuck.has_any
             for chunk, slot in chunks:
                 if may_be_stuck:
@@ -140,7 +141,7 @@ class RecordReader:
         for source in sources:
             location = source.location
             name = location.set_id, part_of(location.set_id, location.rank, location.slot)
-            segment = held.segments.get(name) or self._open(namespace, chunk.key, location, held, anew)
+            segment = held.segments.get(name) or self._open(namespace, chunk.key, location, name, held, anew)
             offset = segment.header.offset_of(location.slot, location.extent, location.slab_bytes)
             if offset is None:
                 self.retract(chunk.key, location)
@@ -176,11 +177,6 @@ class RecordReader:
         why = self.stuck.why_not(_names(entries.locations_of(chunk.entry))) if self.stuck.has_any else ""
         if why:
             raise FetchFailed(why)
-
-    @property
-    def signs(self) -> bool:
-        """Return True if records are signed, so that `judge` has to look at each chunk."""
-        return self._signer is not None
 
     def note_slow(self, reads: FileReads) -> None:
         """Note that reads have not ended by their load's deadline."""
@@ -268,10 +264,11 @@ class RecordReader:
         except IndexUnavailable:
             self._worker.metrics.add(names.INDEX_ERRORS)
 
-    def _open(self, namespace: bytes, key: bytes, location: Location, held: HeldSegments, anew: bool) -> OpenSegment:
-        name = location.set_id, location.part
+    def _open(
+        self, namespace: bytes, key: bytes, location: Location, name: Name, held: HeldSegments, anew: bool
+    ) -> OpenSegment:
         with self.stuck.opening(name):
-            segment = self._lease(namespace, key, location, anew)
+            segment = self._lease(namespace, key, location, name, anew)
         if segment is None:
             file = segment_name(*name)
             if self._sharing.may_be_away and self._known_sets({location.set_id}):
@@ -285,19 +282,17 @@ class RecordReader:
             self._worker.io.reopen(segment.fd)
         return segment
 
-    def _lease(self, namespace: bytes, key: bytes, location: Location, anew: bool) -> OpenSegment | None:
+    def _lease(self, namespace: bytes, key: bytes, location: Location, name: Name, anew: bool) -> OpenSegment | None:
         """Raises Corrupt, TierUnavailable, FetchFailed."""
         files = self._worker.files(namespace)
         try:
-            if anew:
-                return files.lease_anew(location.set_id, location.part)
-            return files.lease(location.set_id, location.part)
+            return files.lease_anew(*name) if anew else files.lease(*name)
         except Corrupt as fault:
             if not self.may_be_stale():
                 self.retract(key, location)
                 raise
             if not anew:
-                return self._lease(namespace, key, location, anew=True)
+                return self._lease(namespace, key, location, name, anew=True)
             self.rechecks.add(namespace, key, location)
             raise FetchFailed(f"{fault}; it is kept for now, for it may be seen too early") from fault
 

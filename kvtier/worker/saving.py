@@ -309,11 +309,14 @@ class Saver:
         if not staged:
             return False
         arena, is_saved = self._worker.arena, outcome is SaveOutcome.SAVED
-        above = [(item, item.above) for item in staged if item.above >= 0]
+        above, answered = list[tuple[Staged, int]](), list[tuple[SaveChunk, float]]()
         for item in staged:
             del self._staged[item]
-            self._n_held -= item.above >= 0 and not item.is_above
+            answered.append((item.chunk, item.begun_s))
             self._n_left += item.is_above and frees_slots
+            if item.above >= 0:
+                above.append((item, item.above))
+                self._n_held -= not item.is_above
         if above and is_saved:
             self._commit(arena, above)
         elif above:
@@ -322,7 +325,7 @@ class Saver:
             self._commit(self.writer.arena, [(item, item.slot) for item in staged])
         elif frees_slots:
             _discard(staged)
-        self._answer([(item.chunk, item.begun_s) for item in staged], outcome)
+        self._answer(answered, outcome)
         return True
 
     def _commit(self, arena: ChunkArena, saved: Sequence[tuple[Staged, int]]) -> None:

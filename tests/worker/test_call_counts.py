@@ -72,7 +72,7 @@ def counted() -> Iterator[Counted]:
 
 
 @pytest.mark.parametrize(
-    ("n_chunks", "tries", "saved_max", "loaded_max"), [(1, 10, 280, 220), (64, 2, 15, 30)], ids=["one", "batch"]
+    ("n_chunks", "tries", "saved_max", "loaded_max"), [(1, 10, 200, 175), (64, 2, 15, 27)], ids=["one", "batch"]
 )
 def test_calls_of_a_chunk(
     tmp_path: Path, counted: Counted, n_chunks: int, tries: int, saved_max: int, loaded_max: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -122,8 +123,11 @@ def test_what_the_host_arena_has_no_slots_for_is_skipped(tmp_path: Path, engines
     engine = start(tmp_path, engines)
     object.__setattr__(engine.worker, "timeout_s", 2.0)  # of the write, too
     taken = [engine.host.reserve() for _ in range(engine.host.n_slots)]
-    outcomes = [done.outcome for done in save(engine)]
+    saver = engine.transfers[0]._saver
+    with patch.object(saver, "turn", wraps=saver.turn) as turns:
+        outcomes = [done.outcome for done in save(engine)]
     assert outcomes == 5 * [SaveOutcome.QUEUE_FULL]
+    assert turns.call_count < 2000, "the loop pauses while it waits for a slot"
     for slot in taken:
         assert slot is not None
         engine.host.discard(slot)
