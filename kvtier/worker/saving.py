@@ -96,6 +96,7 @@ class Saver:
         self._chunk_blocks = worker.geometry.chunk_tokens // worker.pages.block_tokens
         # Bytes of a slab in front of its padding:
         self._filled_bytes = worker.codec.layers_bytes(worker.geometry, range(writes.first_layer, writes.end_layer))
+        # How a saved chunk is read from its slot, where it stays: only on ranks that hold just what they write.
         cuts = cuts_of(((writes, self._slab_bytes),), writes, worker.arena.slot_bytes)
         assert cuts is not None, "a slot has room for the record that is gathered into it"
         ((_, self._cut),) = cuts
