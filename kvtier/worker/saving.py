@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from kvtier.arena.admission import Admissions
 from kvtier.codecs.base import Encoded
-from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.geometry import PAGE_BYTES, Extent
 from kvtier.kernels.paged import Move, Patch, SlabRun
 from kvtier.plan import SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.runtime import metrics as names
@@ -37,7 +37,8 @@ from kvtier.runtime.threads import Jobs
 from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import Mark
 from kvtier.worker.loop import IDLE, TransferLoop, Turn
-from kvtier.worker.read_plan import Source, cuts_of
+from kvtier.worker.own_segments import OwnSegments
+from kvtier.worker.read_plan import Cut, Source, cuts_of
 from kvtier.worker.record_writer import RecordWriter, Staged
 
 COPIED_TOGETHER = 16  # chunks that are copied into the host arena behind one mark
@@ -68,6 +69,29 @@ class Gathered(NamedTuple):
     encoded: Encoded | None
 
 
+class RecordForm(NamedTuple):
+    """Records of a rank. writes: their content. filled_bytes: of a slab, before its padding. patch: place of the slabs
+    in the rank's pages. cut: how a chunk is read that stays in the slot from which it was saved."""
+
+    writes: Extent
+    slab_bytes: int
+    filled_bytes: int
+    patch: Patch
+    cut: Cut
+
+
+def _form_of(worker: WorkerContext, segments: OwnSegments) -> RecordForm:
+    writes, held, slab_bytes = segments.writes, worker.share.reads, segments.slab_bytes
+    layer, head = writes.first_layer - held.first_layer, writes.first_head - held.first_head
+    patch = Patch(0, layer, writes.n_layers, head, writes.n_heads)
+    filled_bytes = worker.codec.layers_bytes(worker.geometry, range(writes.first_layer, writes.end_layer))
+    # Of use only where the rank holds just what it writes: on others, no saved chunk stays.
+    cuts = cuts_of(((writes, slab_bytes),), writes, worker.arena.slot_bytes)
+    assert cuts is not None, "a slot has room for the record that is gathered into it"
+    ((_, cut),) = cuts
+    return RecordForm(writes, slab_bytes, filled_bytes, patch, cut)
+
+
 class Saver:
     """`save` and `take_done` are called on the engine's thread, all else on the loop's, but for what methods say.
 
@@ -89,17 +113,7 @@ class Saver:
         is_whole = share.writes == share.reads
         self._keeps_written = is_whole and (admit.arena if worker.host is None else admit.host).keeps_saved()
         self.bounds = bounds if is_whole and admit.arena.keeps_saved() else bounds._replace(held_max=0)
-        writes, held = self.writer.segments.writes, share.reads
-        self._writes, self._slab_bytes = writes, self.writer.segments.slab_bytes
-        layer, head = writes.first_layer - held.first_layer, writes.first_head - held.first_head
-        self._patch = Patch(0, layer, writes.n_layers, head, writes.n_heads)
-        self._chunk_blocks = worker.geometry.chunk_tokens // worker.pages.block_tokens
-        # Bytes of a slab in front of its padding:
-        self._filled_bytes = worker.codec.layers_bytes(worker.geometry, range(writes.first_layer, writes.end_layer))
-        # How a saved chunk is read from its slot, where it stays: only on ranks that hold just what they write.
-        cuts = cuts_of(((writes, self._slab_bytes),), writes, worker.arena.slot_bytes)
-        assert cuts is not None, "a slot has room for the record that is gathered into it"
-        ((_, self._cut),) = cuts
+        self._form = _form_of(worker, self.writer.segments)
         self._log = RepeatedLog(worker.clock)
         self._done: deque[SaveDone] = deque()
         self._n_taken, self._n_left = 0, 0  # chunks ever gathered into the arena, by the engine's thread; that left it
@@ -157,16 +171,17 @@ class Saver:
     def _gather(self, staged: list[Staged]) -> Gathered:
         """Launch one gather for all of them, after one launch that zeroes the slabs' padding where they have any: files
         are to hold nothing of the chunks that were in the slots before."""
-        worker, n_heads, slab_bytes = self._worker, self._writes.n_heads, self._slab_bytes
+        worker, (writes, slab_bytes, filled_bytes, patch, _) = self._worker, self._form
+        chunk_blocks = worker.geometry.chunk_tokens // worker.pages.block_tokens
         slots, moves = list[int](), list[Move]()
         for item in staged:
             chunk = item.chunk
-            assert len(chunk.block_ids) == self._chunk_blocks
-            slabs = worker.arena.slabs(item.slot, PAGE_BYTES, n_heads, slab_bytes)
+            assert len(chunk.block_ids) == chunk_blocks
+            slabs = worker.arena.slabs(item.slot, PAGE_BYTES, writes.n_heads, slab_bytes)
             position = chunk.number * worker.geometry.chunk_tokens
-            moves.append(Move(self._patch, chunk.block_ids, slabs, key=chunk.key, position=position))
+            moves.append(Move(patch, chunk.block_ids, slabs, key=chunk.key, position=position))
             slots.append(item.slot)
-        worker.arena.blank(slots, n_heads, slab_bytes, self._filled_bytes)
+        worker.arena.blank(slots, writes.n_heads, slab_bytes, filled_bytes)
         encoded = worker.codec.encode(worker.pages, moves)
         return Gathered(staged, worker.order.mark(), encoded)
 
@@ -260,7 +275,7 @@ class Saver:
                 sums = worker.sums([self._slab_run(item, worker.arena, item.above) for item in unsummed])
             for item, checksums in zip(unsummed, sums, strict=True):
                 item.checksums = checksums
-        n_bytes = self._writes.n_heads * self._slab_bytes
+        n_bytes = self._form.writes.n_heads * self._form.slab_bytes
         pairs = [(host.record(item.slot, n_bytes), worker.arena.record(item.above, n_bytes)) for item in moved]
         self._loop.when_done(worker.order.begin_copies_down(pairs), partial(self._copied, moved))
         return True
@@ -286,7 +301,7 @@ class Saver:
 
     def _tags(self, staged: Sequence[Staged]) -> list[tuple[bytes, ...]]:
         """Return the tags of chunks in host memory. Runs in the pool: each byte is hashed."""
-        signer, writes = self._worker.io.signer, self._writes
+        signer, writes = self._worker.io.signer, self._form.writes
         assert signer is not None
         return [
             signer.tags(
@@ -335,12 +350,12 @@ class Saver:
         for item, slot in saved:
             at = item.location
             assert at is not None, "it is written"
-            filled.append((slot, item.chunk.key, (Source(at, self._cut, at.checksums),)))
+            filled.append((slot, item.chunk.key, (Source(at, self._form.cut, at.checksums),)))
         arena.commit(filled)
 
     def _slab_run(self, item: Staged, arena: ChunkArena, slot: int) -> SlabRun:
-        writes = self._writes
-        slabs = arena.slabs(slot, PAGE_BYTES, writes.n_heads, self._slab_bytes)
+        writes = self._form.writes
+        slabs = arena.slabs(slot, PAGE_BYTES, writes.n_heads, self._form.slab_bytes)
         return SlabRun(slabs, item.chunk.key, writes.first_head, writes.first_layer)
 
     def give_back(self, staged: Sequence[Staged]) -> None:

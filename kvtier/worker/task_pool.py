@@ -48,7 +48,7 @@ class TaskPool:
         self, work: Callable[[], object], then: Then | None = None, *, last: Callable[[], object] | None = None
     ) -> None:
         """Run `work` on a thread of the pool, and then have `then` called with its result or its exception. `last` is
-        run behind it, and keeps nobody waiting."""
+        run behind it, and delays no result."""
         with self._lock:
             self.tasks.append((work, then))
             if last is not None:
