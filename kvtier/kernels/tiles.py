@@ -86,13 +86,20 @@ def tile_words(
 
     vectors: plane_of_head. blocks: to the chunk's block ids. rows: (rows,).
     """
-    base, block_stride, token_stride = vectors
-    row, column = rows[:, None, None], tile_columns(P)
+    column = tile_columns(P)
+    place = row_words(vectors, blocks, rows, C) + column
+    place = tl.max_contiguous(tl.multiple_of(place, (1, 1, 4)), (1, 1, 4))
+    return vectors[0], place, (rows[:, None, None] < C.tokens) & (column < P.size // 2)
+
+
+@triton.jit
+def row_words(vectors: tl.tuple, blocks: tl.tensor, rows: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """(rows, 1, 1) int64: offset of the first word of each of these tokens. Arguments as of `tile_words`."""
+    _, block_stride, token_stride = vectors
+    row = rows[:, None, None]
     block = tl.load(blocks + row // C.block_tokens, mask=row < C.tokens, other=0)
     token = (row % C.block_tokens).to(tl.int64)
-    place = block * block_stride + token * token_stride + column
-    place = tl.max_contiguous(tl.multiple_of(place, (1, 1, 4)), (1, 1, 4))
-    return base, place, (row < C.tokens) & (column < P.size // 2)
+    return block * block_stride + token * token_stride
 
 
 @triton.jit

@@ -142,6 +142,13 @@ def _biased(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _uneven(x: torch.Tensor) -> torch.Tensor:
+    """Channels of all ranges, from nothing: pairs of which either is the wider, by up to 2^24."""
+    x = x * torch.exp2(torch.linspace(-12, 12, x.shape[-1]))
+    x[..., 9] = 0.25
+    return x
+
+
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
@@ -153,11 +160,12 @@ def _biased(x: torch.Tensor) -> torch.Tensor:
         _mixed,
         _ties,
         _biased,
+        _uneven,
         lambda x: x.sign() * 2.0**-11.2 * (1 + x.abs() / 100),
         lambda x: (x * 9000).clamp(-65504, 65504),
         lambda x: x * 1e-6 * (x > 0) + (x < -1) * 1.0,
     ],
-    ids=["zeros", "minus zeros", "ones", "mixed", "ties", "biased", "tiny", "huge", "small"],
+    ids=["zeros", "minus zeros", "ones", "mixed", "ties", "biased", "uneven", "tiny", "huge", "small"],
 )
 def test_awkward_vectors(change: Change, dtype: torch.dtype) -> None:
     check_whole(Model(Cache("B2NHD", dtype=dtype, heads=1, layers=1), 64), change)
@@ -203,11 +211,16 @@ def test_every_slab_comes_back_as_the_reference_has_it(dtype: torch.dtype) -> No
     slabs = model.slabs(model.whole)
     n_codes, n_columns = model.tokens * 512, 256
     rest = slabs[0, n_codes : n_codes + 2 * model.tokens + 6 * n_columns]
-    scales = torch.tensor([0.0, 2.0**-50, 2.0**-20, 3e-6, 0.1, 1.0, 1.7, 65504.0], device=slabs.device)
-    rest[: 2 * model.tokens] = scales.bfloat16().repeat(model.tokens // 8).view(torch.uint8)
-    middles = torch.linspace(-400, 400, n_columns, device=slabs.device)
-    rest[2 * model.tokens :][: 4 * n_columns] = middles.view(torch.uint8)
-    rest[2 * model.tokens + 4 * n_columns :] = scales.bfloat16().repeat(n_columns // 8).view(torch.uint8)
+    steps = torch.tensor([0.0, 2.0**-50, 2.0**-20, 3e-6, 0.1, 1.0, 1.7, 65504.0], device=slabs.device).bfloat16()
+    n_b = torch.tensor([16, 17, 255, 256, 257, 1000, 4095, 4096], device=slabs.device).to(torch.uint16)
+    least = torch.linspace(-400, 400, n_columns, device=slabs.device)
+    parts = (
+        steps.repeat(model.tokens // 8),
+        least,
+        steps.repeat(n_columns // 16),
+        n_b.repeat_interleave(n_columns // 16),
+    )
+    rest[:] = torch.cat([part.view(torch.uint8) for part in parts])
     before = noise(model.cache.n_bytes, 9)
     ours, theirs = before.clone(), before.clone()
     move = Move(model.whole, (2,), slabs)

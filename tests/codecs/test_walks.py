@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvtier.codecs.base import Encoded, EncodeResult, slab_bytes
-from kvtier.codecs.int8.codec import Int8Coder
+from kvtier.codecs.int8.codec import Int8Codec, Int8Coder
 from kvtier.codecs.transform.codec import TransformCoder
 from kvtier.codecs.transform.table import read_table
 from kvtier.codecs.turboquant.codec import Turboquant, TurboquantCoder, rope_base_of
@@ -275,11 +275,14 @@ def test_models_that_a_codec_cannot_encode(tmp_path: Path) -> None:
     assert error.key == "codec" and "fp8_e4m3" in error.fix and "raw" in error.fix
     error = refusal(tmp_path, geometry(k_head_size=112, v_head_size=112), codec="k6v5")
     assert error.key == "codec" and "112" in error.fix and "int8" in error.fix
+    error = refusal(tmp_path, geometry(k_head_size=66, v_head_size=64), codec="int8")
+    assert error.key == "codec" and "66" in error.fix and "raw" in error.fix
     error = refusal(tmp_path, geometry(k_head_size=64, v_head_size=64, chunk_tokens=4096), codec="k6v5")
     assert (error.key, error.value) == ("chunk_tokens", 4096)
 
 
 def test_what_is_part_of_the_identity() -> None:
+    assert (Int8Codec.name, Int8Codec.version) == ("int8", 2)
     assert (Turboquant("k4v4").name, Turboquant("k4v4").version) == ("turboquant-k4v4", 3)
     turned = Turboquant("k4v4", 1e6)
     assert turned.name == "turboquant-k4v4+rope1000000.0" and rope_base_of(turned.name) == 1e6

@@ -4,7 +4,9 @@ A program does one layer of one head of one chunk: K, then V, tile after tile. K
 cache: for the ranges of its channels, then for its codes. After encoding a program reads back what it wrote, from the
 cache, and adds its part to its slab's checksum.
 
-P stands for a plane's PlaneShape, C for the launch's Int8ChunkShape. Tiles are those of kvtier.kernels.tiles.
+P stands for a plane's PlaneShape, C for the launch's Int8ChunkShape. Tiles are those of kvtier.kernels.tiles. One of K
+is two halves: the words of the first half of a head, and as many of the second, each where its partner is. So a pair
+is in one thread, and no data moves.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -17,13 +19,25 @@ import triton
 import triton.language as tl
 from triton.language.standard import _elementwise_max, _elementwise_min
 
-from kvtier.codecs.int8.codec import CODE_MAX, CODE_UNIT, ELEMENT_MAX, RAW_TOKENS, SCALE_MIN
+from kvtier.codecs.int8.codec import CODE_MAX, CODE_UNIT, ELEMENT_MAX, PAIR_CODES, RATIO_MAX, RAW_TOKENS, STEP_MIN
 from kvtier.kernels.device_part_sum import answer_layer
-from kvtier.kernels.tiles import floats, load_words, plane_of_head, quotient, tile_columns, tile_words, words_of
-
-_CODE_MAX, _CODE_UNIT, _SCALE_MIN, _ELEMENT_MAX = (
-    tl.constexpr(number) for number in (CODE_MAX, CODE_UNIT, SCALE_MIN, ELEMENT_MAX)
+from kvtier.kernels.tiles import (
+    floats,
+    load_words,
+    plane_of_head,
+    quotient,
+    row_words,
+    square_root,
+    tile_columns,
+    tile_words,
+    words_of,
 )
+
+_CODE_MAX, _CODE_UNIT, _STEP_MIN, _ELEMENT_MAX = (
+    tl.constexpr(number) for number in (CODE_MAX, CODE_UNIT, STEP_MIN, ELEMENT_MAX)
+)
+_PAIR_CODES, _PAIR_CODES_ROOT = tl.constexpr(PAIR_CODES), tl.constexpr(PAIR_CODES**0.5)
+_RATIO_MAX = tl.constexpr(RATIO_MAX)
 _RAW_TOKENS = tl.constexpr(RAW_TOKENS)
 _WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: the sum with it has a whole number in its lower bits
 _INFINITY = tl.constexpr(float("inf"))
@@ -64,18 +78,18 @@ def _magnitudes(low: tl.tensor, high: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _scale_bits(reach: tl.tensor) -> tl.tensor:
-    """int32: bits of the scale, bf16, of codes that reach so far either way."""
+def _v_step_bits(reach: tl.tensor) -> tl.tensor:
+    """int32: bits of the step, bf16, of codes of V that reach so far either way."""
     exact = reach * _CODE_UNIT
-    bits = tl.where(exact < _SCALE_MIN, 0.0, exact).to(tl.int32, bitcast=True)
+    bits = tl.where(exact < _STEP_MIN, 0.0, exact).to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
 
 
 @triton.jit
-def _inverse(scale_bits: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    scale = (scale_bits << 16).to(tl.float32, bitcast=True)
-    one = tl.full(scale.shape, 1.0, tl.float32)
-    return tl.where(scale == 0.0, 0.0, quotient(one, tl.where(scale == 0.0, 1.0, scale), C.fast))
+def _inverse(step_bits: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    step = (step_bits << 16).to(tl.float32, bitcast=True)
+    one = tl.full(step.shape, 1.0, tl.float32)
+    return tl.where(step == 0.0, 0.0, quotient(one, tl.where(step == 0.0, 1.0, step), C.fast))
 
 
 @triton.jit
@@ -87,16 +101,92 @@ def _codes(low: tl.tensor, high: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _store_raw(raw: tl.tensor, words: tl.tensor, row: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> None:
-    """Store the first tokens of a chunk as they are."""
-    place, inside = _code_places(row, P, C)
-    tl.store(raw + place, words, mask=inside & (row[:, None, None] < _RAW_TOKENS))
+def _pair_columns(P: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(1, groups, 16) each: words of a row's first half, those of their partners, and the mask of valid ones."""
+    WORDS: tl.constexpr = P.size // 4
+    SIDE_BY_SIDE: tl.constexpr = 4 if P.size % 16 == 0 else 2  # words of a run, kvtier.codecs.int8.codec.RUN
+    a = tl.arange(0, P.padded // 64)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    b = 2 * WORDS - SIDE_BY_SIDE * (a // SIDE_BY_SIDE + 1) + a % SIDE_BY_SIDE
+    return a, b, a < WORDS
 
 
 @triton.jit
-def _middle(least: tl.tensor, largest: tl.tensor) -> tl.tensor:
-    middle = (least + largest) * 0.5
-    return tl.where(middle == 0.0, 0.0, middle)
+def _pair_places(start: tl.tensor, P: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """(rows, groups, 16) each: places of the words of both halves of rows that begin at `start`, a multiple of 4."""
+    SIDE_BY_SIDE: tl.constexpr = 4 if P.size % 16 == 0 else 2
+    a_column, b_column, _ = _pair_columns(P)
+    a = tl.max_contiguous(tl.multiple_of(start + a_column, (1, 1, 4)), (1, 1, 4))
+    b = tl.multiple_of(start + b_column, (1, 1, SIDE_BY_SIDE))
+    return a, tl.max_contiguous(b, (1, 1, SIDE_BY_SIDE))
+
+
+@triton.jit
+def _pair_code_places(row: tl.tensor, P: tl.constexpr) -> tl.tensor:
+    """(rows, groups, 16): places of the words of two pairs' codes in their plane."""
+    SIDE_BY_SIDE: tl.constexpr = 4 if P.size % 16 == 0 else 2
+    a_column, _, _ = _pair_columns(P)
+    place = tl.multiple_of(row[:, None, None] * (P.size // 4) + a_column, (1, 1, SIDE_BY_SIDE))
+    return tl.max_contiguous(place, (1, 1, SIDE_BY_SIDE))
+
+
+@triton.jit
+def _widened(least: tl.tensor, top: tl.tensor, x: tl.tensor, counts: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the range of each place of a tile, with x where it counts."""
+    return tl.minimum(least, tl.where(counts, x, _INFINITY)), tl.maximum(top, tl.where(counts, x, -_INFINITY))
+
+
+@triton.jit
+def _make_scale(
+    a_least: tl.tensor, a_top: tl.tensor, b_least: tl.tensor, b_top: tl.tensor, C: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return the scale of pairs of channels: the least of both, the bits of their step, and how many codes they have.
+
+    Arguments (rows, groups, 16), result (1, groups, 16) each.
+    """
+    a_least, a_range = _least_and_range(a_least, a_top)
+    b_least, b_range = _least_and_range(b_least, b_top)
+    floor = tl.maximum(tl.maximum(a_range, b_range) * (1.0 / _RATIO_MAX), _STEP_MIN)
+    ratio = quotient(tl.maximum(a_range, floor), tl.maximum(b_range, floor), C.fast)
+    one = tl.full(ratio.shape, 1.0, tl.float32)
+    n_a = (square_root(ratio, C.fast) * _PAIR_CODES_ROOT).to(tl.int32).to(tl.float32)
+    n_b = quotient(one * _PAIR_CODES, n_a, C.fast).to(tl.int32).to(tl.float32)
+    step = tl.maximum(a_range * quotient(one, n_a - 1.0, C.fast), b_range * quotient(one, n_b - 1.0, C.fast))
+    bits = tl.where(step < _STEP_MIN, 0.0, step).to(tl.int32, bitcast=True)
+    return a_least, b_least, ((bits + 0xFFFF) >> 16) & 0xFFFF, n_a, n_b
+
+
+@triton.jit
+def _least_and_range(least: tl.tensor, largest: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """(1, groups, 16) each, of channels."""
+    least, largest = tl.reduce(least, 0, _elementwise_min), tl.reduce(largest, 0, _elementwise_max)
+    least = tl.where(least == 0.0, 0.0, least)
+    return least[None, :, :], (largest - least)[None, :, :]
+
+
+@triton.jit
+def _whole(x: tl.tensor, n: tl.tensor) -> tl.tensor:
+    """Round to whole numbers from 0 to n - 1."""
+    return (tl.clamp(x, 0.0, n - 1.0) + _WHOLE) - _WHOLE
+
+
+@triton.jit
+def _pair_codes(a: tl.tensor, b: tl.tensor, scale: tl.tuple, inverse: tl.tensor) -> tl.tensor:
+    """int32: codes of pairs, below 2^16. scale: of `_make_scale`."""
+    a_least, b_least, _, n_a, n_b = scale
+    a, b = _whole((a - a_least) * inverse, n_a), _whole((b - b_least) * inverse, n_b)
+    return (a * n_b + b + _WHOLE).to(tl.int32, bitcast=True) & 0xFFFF
+
+
+@triton.jit
+def _load_pairs(
+    vectors: tl.tuple, blocks: tl.tensor, row: tl.tensor, P: tl.constexpr, C: tl.constexpr, EVICT: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """(rows, groups, 16) int32 each: words of the first half of a tile of K, and their partners."""
+    _, _, is_column = _pair_columns(P)
+    a_place, b_place = _pair_places(row_words(vectors, blocks, row, C), P)
+    inside = is_column & (row[:, None, None] < C.tokens)
+    a = tl.load(vectors[0] + a_place, mask=inside, other=0, eviction_policy=EVICT)
+    return a, tl.load(vectors[0] + b_place, mask=inside, other=0, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -105,48 +195,58 @@ def _encode_k(
     head: tl.tensor,
     blocks: tl.tensor,
     codes: tl.tensor,
-    middles: tl.tensor,
     scales: tl.tensor,
     raw: tl.tensor,
     P: tl.constexpr,
     C: tl.constexpr,
 ) -> tl.tensor:
-    """Encode K of one layer, head and chunk, by channel. Return bits of the largest magnitude of each row of a tile.
+    """Encode K of one layer, head and chunk, by pairs of channels. Return bits of the largest magnitude of each row of
+    a tile.
 
-    plane: to base and strides, as in kvtier.kernels.device. codes, middles, scales, raw: their places in the slab.
+    plane: to base and strides, as in kvtier.kernels.device. codes, scales, raw: words, their places in the slab.
     """
-    SHAPE: tl.constexpr = (C.rows, P.padded // 32, 16)
-    column, vectors = tile_columns(P), plane_of_head(plane, head)
-    low_least, high_least = tl.full(SHAPE, _INFINITY, tl.float32), tl.full(SHAPE, _INFINITY, tl.float32)
-    low_top, high_top = tl.full(SHAPE, -_INFINITY, tl.float32), tl.full(SHAPE, -_INFINITY, tl.float32)
+    SHAPE: tl.constexpr = (C.rows, P.padded // 64, 16)
+    WORDS: tl.constexpr = P.size // 4
+    vectors = plane_of_head(plane, head)
+    column, _, is_column = _pair_columns(P)
+    a_even_least, a_odd_least = tl.full(SHAPE, _INFINITY, tl.float32), tl.full(SHAPE, _INFINITY, tl.float32)
+    b_even_least, b_odd_least = tl.full(SHAPE, _INFINITY, tl.float32), tl.full(SHAPE, _INFINITY, tl.float32)
+    a_even_top, a_odd_top = tl.full(SHAPE, -_INFINITY, tl.float32), tl.full(SHAPE, -_INFINITY, tl.float32)
+    b_even_top, b_odd_top = tl.full(SHAPE, -_INFINITY, tl.float32), tl.full(SHAPE, -_INFINITY, tl.float32)
     tops = tl.full(SHAPE, 0, tl.int32)
     for start in range(0, C.tokens, C.rows):
         row = start + tl.arange(0, C.rows)
-        low, high = floats(load_words(vectors, blocks, row, P, C, "evict_last"), C.is_bf16)
+        a, b = _load_pairs(vectors, blocks, row, P, C, "evict_last")
+        a_even, a_odd = floats(a, C.is_bf16)
+        b_even, b_odd = floats(b, C.is_bf16)
         counts = ((row >= _RAW_TOKENS) & (row < C.tokens))[:, None, None]
-        low_least = tl.minimum(low_least, tl.where(counts, low, _INFINITY))
-        high_least = tl.minimum(high_least, tl.where(counts, high, _INFINITY))
-        low_top = tl.maximum(low_top, tl.where(counts, low, -_INFINITY))
-        high_top = tl.maximum(high_top, tl.where(counts, high, -_INFINITY))
-        tops = tl.maximum(tops, _magnitudes(low, high))
-    low_least, low_top = tl.reduce(low_least, 0, _elementwise_min), tl.reduce(low_top, 0, _elementwise_max)
-    high_least, high_top = tl.reduce(high_least, 0, _elementwise_min), tl.reduce(high_top, 0, _elementwise_max)
-    low_middle, high_middle = _middle(low_least, low_top)[None, :, :], _middle(high_least, high_top)[None, :, :]
-    low_scale = _scale_bits(tl.maximum(low_top[None, :, :] - low_middle, low_middle - low_least[None, :, :]))
-    high_scale = _scale_bits(tl.maximum(high_top[None, :, :] - high_middle, high_middle - high_least[None, :, :]))
-    is_column = column < P.size // 2
-    tl.store(middles + 2 * column, low_middle, mask=is_column)
-    tl.store(middles + 2 * column + 1, high_middle, mask=is_column)
-    tl.store(scales + column, low_scale | (high_scale << 16), mask=is_column)
-    low_inverse, high_inverse = _inverse(low_scale, C), _inverse(high_scale, C)
+        a_even_least, a_even_top = _widened(a_even_least, a_even_top, a_even, counts)
+        a_odd_least, a_odd_top = _widened(a_odd_least, a_odd_top, a_odd, counts)
+        b_even_least, b_even_top = _widened(b_even_least, b_even_top, b_even, counts)
+        b_odd_least, b_odd_top = _widened(b_odd_least, b_odd_top, b_odd, counts)
+        tops = tl.maximum(tops, tl.maximum(_magnitudes(a_even, a_odd), _magnitudes(b_even, b_odd)))
+    even = _make_scale(a_even_least, a_even_top, b_even_least, b_even_top, C)
+    odd = _make_scale(a_odd_least, a_odd_top, b_odd_least, b_odd_top, C)
+    tl.store(scales + column, even[0].to(tl.int32, bitcast=True), mask=is_column)
+    tl.store(scales + WORDS + column, odd[0].to(tl.int32, bitcast=True), mask=is_column)
+    tl.store(scales + 2 * WORDS + column, even[1].to(tl.int32, bitcast=True), mask=is_column)
+    tl.store(scales + 3 * WORDS + column, odd[1].to(tl.int32, bitcast=True), mask=is_column)
+    tl.store(scales + 4 * WORDS + column, even[2] | (odd[2] << 16), mask=is_column)
+    n_b = even[4].to(tl.int32) | (odd[4].to(tl.int32) << 16)
+    tl.store(scales + 5 * WORDS + column, n_b, mask=is_column)
+    even_inverse, odd_inverse = _inverse(even[2], C), _inverse(odd[2], C)
     for start in range(0, C.tokens, C.rows):
         row = start + tl.arange(0, C.rows)
-        words = load_words(vectors, blocks, row, P, C, "evict_first")
-        low, high = floats(words, C.is_bf16)
-        place, inside = _code_places(row, P, C)
-        found = _codes((low - low_middle) * low_inverse, (high - high_middle) * high_inverse)
-        tl.store(codes + place, found, mask=inside)
-        _store_raw(raw, words, row, P, C)
+        a, b = _load_pairs(vectors, blocks, row, P, C, "evict_first")
+        a_even, a_odd = floats(a, C.is_bf16)
+        b_even, b_odd = floats(b, C.is_bf16)
+        code = _pair_codes(a_even, b_even, even, even_inverse) | (_pair_codes(a_odd, b_odd, odd, odd_inverse) << 16)
+        inside = is_column & (row[:, None, None] < C.tokens)
+        tl.store(codes + _pair_code_places(row, P), code, mask=inside)
+        inside = inside & (row[:, None, None] < _RAW_TOKENS)
+        a_place, b_place = _pair_places(row[:, None, None] * (P.size // 2), P)
+        tl.store(raw + a_place, a, mask=inside)
+        tl.store(raw + b_place, b, mask=inside)
     return tl.reduce(tl.reduce(tops, 1, _elementwise_max), 1, _elementwise_max)
 
 
@@ -156,12 +256,13 @@ def _encode_v(
     head: tl.tensor,
     blocks: tl.tensor,
     codes: tl.tensor,
-    scales: tl.tensor,
+    steps: tl.tensor,
     raw: tl.tensor,
     P: tl.constexpr,
     C: tl.constexpr,
 ) -> tl.tensor:
-    """Encode V of one layer, head and chunk, by token. Arguments and result as of `_encode_k`."""
+    """Encode V of one layer, head and chunk, by token. codes, steps: to int16. Other arguments and result as of
+    `_encode_k`."""
     vectors = plane_of_head(plane, head)
     tops = tl.full((C.rows,), 0, tl.int32)
     for start in range(0, C.tokens, C.rows):
@@ -169,12 +270,12 @@ def _encode_v(
         words = load_words(vectors, blocks, row, P, C, "evict_first")
         low, high = floats(words, C.is_bf16)
         top = tl.reduce(tl.reduce(_magnitudes(low, high), 1, _elementwise_max), 1, _elementwise_max)
-        scale = _scale_bits(top.to(tl.float32, bitcast=True))
-        inverse = _inverse(scale, C)[:, None, None]
+        step = _v_step_bits(top.to(tl.float32, bitcast=True))
+        inverse = _inverse(step, C)[:, None, None]
         place, inside = _code_places(row, P, C)
         tl.store(codes + place, _codes(low * inverse, high * inverse), mask=inside)
-        tl.store(scales + row, scale.to(tl.int16), mask=row < C.tokens)
-        _store_raw(raw, words, row, P, C)
+        tl.store(steps + row, step.to(tl.int16), mask=row < C.tokens)
+        tl.store(raw + place, words, mask=inside & (row[:, None, None] < _RAW_TOKENS))
         tops = tl.maximum(tops, top)
     return tops
 
@@ -203,9 +304,9 @@ def encode_chunks(
     """
     N_BLOCKS: tl.constexpr = C.tokens // C.block_tokens
     V_CODES: tl.constexpr = C.tokens * K.size
-    V_SCALES: tl.constexpr = C.tokens * (K.size + V.size)
-    MIDDLES: tl.constexpr = V_SCALES + 2 * C.tokens
-    RAW: tl.constexpr = MIDDLES + 6 * K.size
+    V_STEPS: tl.constexpr = C.tokens * (K.size + V.size)
+    SCALES: tl.constexpr = V_STEPS + 2 * C.tokens
+    RAW: tl.constexpr = SCALES + 6 * K.size
     LAYER_BYTES: tl.constexpr = RAW + 2 * _RAW_TOKENS * (K.size + V.size)
     n_heads = tl.num_programs(0)
     head = tl.program_id(0)
@@ -215,14 +316,14 @@ def encode_chunks(
     first = slab_start + tl.program_id(1) * LAYER_BYTES
     codes = tl.multiple_of((slab + first).to(tl.pointer_type(tl.int16)), 16)
     words = codes.to(tl.pointer_type(tl.int32))
-    middles, raw = (words + MIDDLES // 4).to(tl.pointer_type(tl.float32)), words + RAW // 4
-    k_tops = _encode_k(plane, first_head + head, move + 2, codes, middles, words + MIDDLES // 4 + K.size, raw, K, C)
+    raw = words + RAW // 4
+    k_tops = _encode_k(plane, first_head + head, move + 2, words, words + SCALES // 4, raw, K, C)
     v_tops = _encode_v(
         plane + 4,
         first_head + head,
         move + 2,
         codes + V_CODES // 2,
-        codes + V_SCALES // 2,
+        codes + V_STEPS // 2,
         raw + _RAW_TOKENS * K.size // 2,
         V,
         C,
@@ -236,31 +337,97 @@ def encode_chunks(
 
 @triton.jit
 def _fill(
-    vectors: tl.tuple,
-    blocks: tl.tensor,
+    pages: tl.tensor,
     raw: tl.tensor,
     first_token: tl.tensor,
     row: tl.tensor,
+    inside: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
-    P: tl.constexpr,
     C: tl.constexpr,
 ) -> None:
-    """Store a tile of elements into pages; the chunk's first tokens from where they are raw."""
-    place, inside = _code_places(row, P, C)
+    """Store a tile of elements into pages; the chunk's first tokens from where they are raw.
+
+    pages, raw: to the words of each place, valid where `inside` is.
+    """
     is_raw = row[:, None, None] < _RAW_TOKENS
-    stored = tl.load(raw + place, mask=inside & is_raw, other=0)
+    stored = tl.load(raw, mask=inside & is_raw, other=0)
     words = tl.where(is_raw, stored, words_of(low, high, C.is_bf16, C.fast))
-    base, place, inside = tile_words(vectors, blocks, row, P, C)
-    tl.store(base + place, words, mask=inside & (row[:, None, None] >= first_token))
+    tl.store(pages, words, mask=inside & (row[:, None, None] >= first_token))
 
 
 @triton.jit
-def _elements(codes: tl.tensor, row: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """fp32 of the codes of a tile: of the lower and of the upper element of each word."""
-    place, inside = _code_places(row, P, C)
-    pair = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
-    return ((pair << 24) >> 24).to(tl.float32), (pair >> 8).to(tl.float32)
+def _pair_elements(
+    code: tl.tensor, a_least: tl.tensor, b_least: tl.tensor, step: tl.tensor, n_b: tl.tensor, inverse: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """fp32 of codes of pairs. inverse: of n_b."""
+    code = code.to(tl.float32)
+    # What is rounded is half of 1 / n_b or more from where it would be rounded otherwise.
+    a = (((code + 0.5) * inverse - 0.5) + _WHOLE) - _WHOLE
+    return a_least + a * step, b_least + (code - a * n_b) * step
+
+
+@triton.jit
+def _decode_k(
+    plane: tl.tensor,
+    head: tl.tensor,
+    blocks: tl.tensor,
+    first_token: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    raw: tl.tensor,
+    P: tl.constexpr,
+    C: tl.constexpr,
+) -> None:
+    """Decode K of one layer, head and chunk. Arguments as of `_encode_k`. first_token: to fill."""
+    WORDS: tl.constexpr = P.size // 4
+    vectors = plane_of_head(plane, head)
+    column, _, is_column = _pair_columns(P)
+    a_even_least = tl.load(scales + column, mask=is_column, other=0).to(tl.float32, bitcast=True)
+    a_odd_least = tl.load(scales + WORDS + column, mask=is_column, other=0).to(tl.float32, bitcast=True)
+    b_even_least = tl.load(scales + 2 * WORDS + column, mask=is_column, other=0).to(tl.float32, bitcast=True)
+    b_odd_least = tl.load(scales + 3 * WORDS + column, mask=is_column, other=0).to(tl.float32, bitcast=True)
+    even_step, odd_step = floats(tl.load(scales + 4 * WORDS + column, mask=is_column, other=0), True)
+    n_b = tl.load(scales + 5 * WORDS + column, mask=is_column, other=0x10001)
+    even_n_b, odd_n_b = (n_b & 0xFFFF).to(tl.float32), ((n_b >> 16) & 0xFFFF).to(tl.float32)
+    one = tl.full(even_n_b.shape, 1.0, tl.float32)
+    even_inverse, odd_inverse = quotient(one, even_n_b, C.fast), quotient(one, odd_n_b, C.fast)
+    for start in range(0, C.tokens, C.rows):
+        row = start + tl.arange(0, C.rows)
+        inside = is_column & (row[:, None, None] < C.tokens)
+        code = tl.load(codes + _pair_code_places(row, P), mask=inside, other=0)
+        even, odd = code & 0xFFFF, (code >> 16) & 0xFFFF
+        a_even, b_even = _pair_elements(even, a_even_least, b_even_least, even_step, even_n_b, even_inverse)
+        a_odd, b_odd = _pair_elements(odd, a_odd_least, b_odd_least, odd_step, odd_n_b, odd_inverse)
+        a_place, b_place = _pair_places(row_words(vectors, blocks, row, C), P)
+        a_raw, b_raw = _pair_places(row[:, None, None] * (P.size // 2), P)
+        _fill(vectors[0] + a_place, raw + a_raw, first_token, row, inside, a_even, a_odd, C)
+        _fill(vectors[0] + b_place, raw + b_raw, first_token, row, inside, b_even, b_odd, C)
+
+
+@triton.jit
+def _decode_v(
+    plane: tl.tensor,
+    head: tl.tensor,
+    blocks: tl.tensor,
+    first_token: tl.tensor,
+    codes: tl.tensor,
+    steps: tl.tensor,
+    raw: tl.tensor,
+    P: tl.constexpr,
+    C: tl.constexpr,
+) -> None:
+    """Decode V of one layer, head and chunk. Arguments as of `_encode_v`. first_token: to fill."""
+    vectors = plane_of_head(plane, head)
+    for start in range(0, C.tokens, C.rows):
+        row = start + tl.arange(0, C.rows)
+        place, inside = _code_places(row, P, C)
+        pair = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
+        step = tl.load(steps + row, mask=row < C.tokens, other=0).to(tl.int32) << 16
+        step = step.to(tl.float32, bitcast=True)[:, None, None]
+        low, high = ((pair << 24) >> 24).to(tl.float32) * step, (pair >> 8).to(tl.float32) * step
+        base, page_place, _ = tile_words(vectors, blocks, row, P, C)
+        _fill(base + page_place, raw + place, first_token, row, inside, low, high, C)
 
 
 @triton.jit(do_not_specialize=("planes", "table", "page_layer", "first_head", "slab_start", "slab_bytes"))
@@ -278,9 +445,9 @@ def decode_chunks(
     """Grid: (heads, layers, moves), as in `encode_chunks`. table: (moves, 2 + n_blocks) int64: address of the slabs,
     first block to fill, block ids."""
     V_CODES: tl.constexpr = C.tokens * K.size
-    V_SCALES: tl.constexpr = C.tokens * (K.size + V.size)
-    MIDDLES: tl.constexpr = V_SCALES + 2 * C.tokens
-    RAW: tl.constexpr = MIDDLES + 6 * K.size
+    V_STEPS: tl.constexpr = C.tokens * (K.size + V.size)
+    SCALES: tl.constexpr = V_STEPS + 2 * C.tokens
+    RAW: tl.constexpr = SCALES + 6 * K.size
     LAYER_BYTES: tl.constexpr = RAW + 2 * _RAW_TOKENS * (K.size + V.size)
     head = tl.program_id(0)
     move = table + tl.program_id(2).to(tl.int64) * (2 + C.tokens // C.block_tokens)
@@ -288,25 +455,17 @@ def decode_chunks(
     start = tl.load(move) + head.to(tl.int64) * slab_bytes + slab_start + tl.program_id(1) * LAYER_BYTES
     codes = tl.multiple_of(start.to(tl.pointer_type(tl.int16)), 16)
     words = codes.to(tl.pointer_type(tl.int32))
-    middles, raw = (words + MIDDLES // 4).to(tl.pointer_type(tl.float32)), words + RAW // 4
+    raw = words + RAW // 4
     first_token = tl.load(move + 1) * C.block_tokens
-
-    column = tile_columns(K)
-    is_column = column < K.size // 2
-    low_middle = tl.load(middles + 2 * column, mask=is_column, other=0.0)
-    high_middle = tl.load(middles + 2 * column + 1, mask=is_column, other=0.0)
-    low_scale, high_scale = floats(tl.load(words + MIDDLES // 4 + K.size + column, mask=is_column, other=0), True)
-    vectors = plane_of_head(plane, first_head + head)
-    for tile in range(0, C.tokens, C.rows):
-        row = tile + tl.arange(0, C.rows)
-        low, high = _elements(codes, row, K, C)
-        low, high = low_middle + low * low_scale, high_middle + high * high_scale
-        _fill(vectors, move + 2, raw, first_token, row, low, high, K, C)
-
-    vectors = plane_of_head(plane + 4, first_head + head)
-    for tile in range(0, C.tokens, C.rows):
-        row = tile + tl.arange(0, C.rows)
-        low, high = _elements(codes + V_CODES // 2, row, V, C)
-        scale = tl.load(codes + V_SCALES // 2 + row, mask=row < C.tokens, other=0).to(tl.int32) << 16
-        scale = scale.to(tl.float32, bitcast=True)[:, None, None]
-        _fill(vectors, move + 2, raw + _RAW_TOKENS * K.size // 2, first_token, row, low * scale, high * scale, V, C)
+    _decode_k(plane, first_head + head, move + 2, first_token, words, words + SCALES // 4, raw, K, C)
+    _decode_v(
+        plane + 4,
+        first_head + head,
+        move + 2,
+        first_token,
+        codes + V_CODES // 2,
+        codes + V_STEPS // 2,
+        raw + _RAW_TOKENS * K.size // 2,
+        V,
+        C,
+    )

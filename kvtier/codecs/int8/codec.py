@@ -2,33 +2,47 @@
 
 For one head and layer of a chunk of T tokens, K as it is after RoPE, of which the first RAW_TOKENS are left out:
 
-    K, each channel:  low, high = least and largest k;  middle = (low + high) / 2
-                      scale = bf16(max(high - middle, middle - low) * fp32(1 / 127)), 0 where it is below 2^-50
-    V, each token:    scale = bf16(max |v| * fp32(1 / 127)), likewise;  middle = 0
+    K, each channel:  least;  range = largest - least
+    K, each pair:     two channels a, b, whose codes share 16 bits so that both have steps of one size
+                      n_a = floor(256 * sqrt(r_a / r_b));  n_b = floor(65536 / n_a)
+                      r = max(range, other's range / 256, 2^-50)
+                      step = max(range_a * (1 / (n_a - 1)), range_b * (1 / (n_b - 1))), rounded up to bf16;
+                      0 if below 2^-50
+                      code = rint((k - least) * inverse of step), held within 0 and n - 1
+                      stored is code_a * n_b + code_b
+    V, each token:    step = bf16(max |v| * fp32(1 / 127)), 0 if below 2^-50
+                      code = rint(v * inverse of step), held within +-127
 
-    inverse = 1 / scale, 0 where scale is 0
-    code = rint((x - middle) * inverse), held within +-127
-    x' = middle + code * scale, rounded to the engine's dtype and held within its finite values
+    inverse = 1 / step, 0 where step is 0
+    x' = least + code * step, rounded to the engine's dtype and held within its finite values; least of V = 0
 
-Each step is one fp32 operation, rounded to nearest even; code * scale is exact. A biased channel costs nothing: its
-middle takes the bias. RAW_TOKENS tokens at the start of every chunk are stored as they are, beside their codes: the
-first token of a prompt is unlike all others, and would take most of the range of its channels. All slabs have one
-size, so the bytes are there in every chunk, and no chunk has to know its place in the prompt.
+Each step is one fp32 operation, rounded to nearest even; code * step is exact. A biased channel costs nothing: its
+least takes the bias. Errors of K count most in channels that vary most, so these get more of the 16 bits. The first
+half of a head is paired with the second, taken backwards by runs of gcd(dk / 2, 8) elements: of half-split RoPE that
+pairs the channels that turn fastest with those that turn slowest, and the two that turn alike are in different pairs.
+
+RAW_TOKENS tokens at the start of every chunk are stored as they are, beside their codes: the first token of a prompt is
+unlike all others, and would take most of the range of its channels. All slabs have one size, so the bytes are there in
+every chunk, and no chunk has to know its place in the prompt.
 
 A slab is the record's layers one after the other, then padding. A layer of head sizes dk and dv:
 
     bytes                     what
-    T * dk, T * dv            codes of K, codes of V, int8
-    T * 2                     scales of V, bf16
-    dk * 4, dk * 2            middles of K, fp32; scales of K, bf16
+    T * dk, T * dv            codes of K's pairs, uint16, in the order of the first half; codes of V, int8
+    T * 2                     steps of V, bf16
+    dk * 4                    least of K's channels, fp32: of the even channels of the first half, of its odd ones,
+                              of the partners of the even ones, of those of the odd ones
+    dk, dk                    steps of K's pairs, bf16; n_b of each, uint16
     RAW_TOKENS * (dk + dv) * 2    K, then V of the first tokens: in the engine's dtype, bf16 where that is fp32
 
-Refused: a chunk with NaN, or an element whose magnitude is 2^50 or more.
+Refused: a chunk with NaN, or an element whose magnitude is 2^50 or more; heads of K of no multiple of 4 elements.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,14 +50,18 @@ import torch
 from kvtier.codecs.base import BaseCodec, Mover
 from kvtier.codecs.error_watch import Sampled, WatchedMover
 from kvtier.codecs.vectors import EncodedLayer, VectorPages, check_vectors
+from kvtier.errors import ConfigError
 from kvtier.format.geometry import Extent, Geometry
 from kvtier.kernels.paged import PagedKV
 
 log = logging.getLogger("kvtier")
 
 CODE_MAX = 127.0
-CODE_UNIT = float(np.float32(1 / 127))  # the share of a range that one step of a code is
-SCALE_MIN, ELEMENT_MAX = 2.0**-50, 2.0**50  # kernels invert scales between 2^-60 and 2^60
+CODE_UNIT = float(np.float32(1 / 127))  # the share of a range that one step of a code of V is
+STEP_MIN, ELEMENT_MAX = 2.0**-50, 2.0**50  # kernels invert steps between 2^-60 and 2^60
+PAIR_CODES = 65536.0  # that two channels of K share
+RATIO_MAX = 256.0  # of the ranges of a pair: its codes have 4 to 12 bits
+RUN = 8  # elements side by side whose partners are side by side: 16 bytes, which kernels move at once
 RAW_TOKENS = 1  # tokens at the start of a chunk that are stored as they are
 
 
@@ -51,9 +69,13 @@ class Int8Codec(BaseCodec):
     """The torch reference in host memory, with Triton kernels on CUDA: the same bytes."""
 
     name = "int8"
+    version = 2
 
     def check(self, geometry: Geometry) -> None:
         check_vectors(self.name, geometry)
+        if geometry.k_head_size % 4:
+            fix = f"it takes heads of multiples of 4 elements, K's have {geometry.k_head_size}: set it to raw"
+            raise ConfigError("codec", self.name, fix)
 
     def layers_bytes(self, geometry: Geometry, layers: range) -> int:
         return Int8Coder(geometry.chunk_tokens, geometry.k_head_size, geometry.v_head_size).n_bytes(layers)
@@ -79,32 +101,76 @@ class Int8Coder:
         raw_dtype = torch.bfloat16 if k.dtype == torch.float32 else k.dtype
         raw = [x[..., :RAW_TOKENS, :].to(raw_dtype) for x in (k, v)]
         k, v = k.float(), v.float()
-        low, high = k[..., RAW_TOKENS:, :].amin(-2), k[..., RAW_TOKENS:, :].amax(-2)
-        middle = (low + high) * 0.5
-        middle = torch.where(middle == 0, 0.0, middle)  # zeros have no sign, for which of two a minimum is may differ
-        k_scale = _scale(torch.maximum(high - middle, middle - low))
-        v_scale = _scale(v.abs().amax(-1))
-        codes = _codes(k - middle.unsqueeze(-2), k_scale.unsqueeze(-2)), _codes(v, v_scale.unsqueeze(-1))
+        v_step = _v_step(v.abs().amax(-1))
+        v_codes = _codes(v, v_step.unsqueeze(-1), -CODE_MAX, CODE_MAX).to(torch.int8)
+        in_k = _encode_k(k)
         refused = ~((k.abs() < ELEMENT_MAX).all(-1) & (v.abs() < ELEMENT_MAX).all(-1)).all(-1)
-        parts = [*codes, v_scale, middle, k_scale, *raw]
+        parts = [in_k.codes, v_codes, v_step, in_k.least, in_k.step, in_k.n_b, *raw]
         return EncodedLayer(torch.cat([_bytes(part, k.ndim - 2) for part in parts], -1), refused)
 
     def decode(self, data: torch.Tensor, cells: Extent, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, (k_size, v_size) = self.tokens, self._sizes
-        sizes = (tokens * k_size, tokens * v_size, tokens * 2, k_size * 4, k_size * 2)
+        sizes = (tokens * k_size, tokens * v_size, tokens * 2, k_size * 4, k_size, k_size)
         raw_sizes = (RAW_TOKENS * k_size * 2, RAW_TOKENS * v_size * 2)
         parts = torch.split(data, [*sizes, *raw_sizes], -1)
-        raw_dtype = torch.bfloat16 if dtype == torch.float32 else dtype
-        dtypes = (torch.int8, torch.int8, torch.bfloat16, torch.float32, torch.bfloat16, raw_dtype, raw_dtype)
-        k, v, v_scale, middle, k_scale, raw_k, raw_v = (
+        raw = torch.bfloat16 if dtype == torch.float32 else dtype
+        dtypes = (torch.uint16, torch.int8, torch.bfloat16, torch.float32, torch.bfloat16, torch.uint16, raw, raw)
+        k_codes, v_codes, v_step, least, step, n_b, raw_k, raw_v = (
             part.contiguous().view(kind) for part, kind in zip(parts, dtypes, strict=True)
         )
-        k, v = (x.view(*x.shape[:-1], tokens, -1).float() for x in (k, v))
-        k = _rounded(middle.unsqueeze(-2) + k * k_scale.float().unsqueeze(-2), dtype)
-        v = _rounded(v * v_scale.float().unsqueeze(-1), dtype)
+        k_codes, v_codes = (x.view(*x.shape[:-1], tokens, -1) for x in (k_codes, v_codes))
+        k = _rounded(_decode_k(EncodedK(k_codes, least, step, n_b)), dtype)
+        v = _rounded(v_codes.float() * v_step.float().unsqueeze(-1), dtype)
         k[..., :RAW_TOKENS, :] = raw_k.view(*raw_k.shape[:-1], RAW_TOKENS, k_size).to(dtype)
         v[..., :RAW_TOKENS, :] = raw_v.view(*raw_v.shape[:-1], RAW_TOKENS, v_size).to(dtype)
         return k, v
+
+
+class EncodedK(NamedTuple):
+    """Parts of a slab. codes: (..., tokens, pairs) uint16. least: (..., 2 * pairs) float32. step: (..., pairs) bf16.
+    n_b: (..., pairs) uint16: codes that the second of a pair has."""
+
+    codes: torch.Tensor
+    least: torch.Tensor
+    step: torch.Tensor
+    n_b: torch.Tensor
+
+
+def _encode_k(k: torch.Tensor) -> EncodedK:
+    """k: (..., tokens, size) float32."""
+    k = _in_pairs(k)
+    least, largest = k[..., RAW_TOKENS:, :].amin(-2), k[..., RAW_TOKENS:, :].amax(-2)
+    least = torch.where(least == 0, 0.0, least)  # zeros have no sign, for which of two a minimum is may differ
+    a_range, b_range = (largest - least).chunk(2, -1)
+    floor = (torch.maximum(a_range, b_range) * (1 / RATIO_MAX)).clamp_min(STEP_MIN)
+    ratio = torch.maximum(a_range, floor) / torch.maximum(b_range, floor)
+    # NaN, of which a chunk is refused, has no whole number that all machines agree on.
+    n_a = torch.floor(ratio.sqrt() * PAIR_CODES**0.5).nan_to_num(PAIR_CODES**0.5)
+    n_b = torch.floor(PAIR_CODES / n_a)
+    step = _rounded_up(torch.maximum(a_range * (1 / (n_a - 1)), b_range * (1 / (n_b - 1))))
+    last = torch.cat([n_a, n_b], -1) - 1
+    whole = _codes(k - least.unsqueeze(-2), torch.cat([step, step], -1).unsqueeze(-2), 0.0, last.unsqueeze(-2))
+    a_codes, b_codes = whole.chunk(2, -1)
+    codes = a_codes * n_b.unsqueeze(-2) + b_codes
+    least = least.view(*step.shape[:-1], 2, -1, 2).transpose(-1, -2).flatten(-3)
+    return EncodedK(codes.to(torch.uint16), least, step, n_b.to(torch.uint16))
+
+
+def _decode_k(found: EncodedK) -> torch.Tensor:
+    """(..., tokens, size) float32."""
+    codes, n_b = found.codes.float(), found.n_b.float().unsqueeze(-2)
+    a_codes = torch.floor(codes / n_b)
+    whole = torch.cat([a_codes, codes - a_codes * n_b], -1)
+    step = torch.cat([found.step, found.step], -1).float()
+    least = found.least.view(*step.shape[:-1], 2, 2, -1).transpose(-1, -2).flatten(-3)
+    return _in_pairs(least.unsqueeze(-2) + whole * step.unsqueeze(-2))
+
+
+def _in_pairs(x: torch.Tensor) -> torch.Tensor:
+    """Put the second half of the last dimension into the order of the partners in the first, or back."""
+    first, second = x.chunk(2, -1)
+    run = math.gcd(second.shape[-1], RUN)
+    return torch.cat([first, second.reshape(*second.shape[:-1], -1, run).flip(-2).flatten(-2)], -1)
 
 
 def _make_mover(pages: PagedKV, coder: Int8Coder, held: Extent) -> Mover:
@@ -121,16 +187,23 @@ def _make_mover(pages: PagedKV, coder: Int8Coder, held: Extent) -> Mover:
         return VectorPages(pages, coder, held)
 
 
-def _scale(reach: torch.Tensor) -> torch.Tensor:
-    """Return the scales, bf16, of codes that reach so far either way."""
+def _v_step(reach: torch.Tensor) -> torch.Tensor:
+    """Return the steps, bf16, of codes of V that reach so far either way."""
     exact = reach * CODE_UNIT
-    return torch.where(exact < SCALE_MIN, 0.0, exact).to(torch.bfloat16)
+    return torch.where(exact < STEP_MIN, 0.0, exact).to(torch.bfloat16)
 
 
-def _codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    inverse = torch.where(scale == 0, 0.0, torch.ones_like(scale).float() / scale.float())
-    # NaN, of which a chunk is refused, has no int8 that all machines agree on.
-    return torch.round((x * inverse).clamp(-CODE_MAX, CODE_MAX)).nan_to_num(0.0).to(torch.int8)
+def _rounded_up(step: torch.Tensor) -> torch.Tensor:
+    """Return steps of K as bf16, none smaller than it was: all codes are in range."""
+    bits = torch.where(step < STEP_MIN, 0.0, step).view(torch.int32)
+    return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
+
+
+def _codes(x: torch.Tensor, step: torch.Tensor, least: float, last: torch.Tensor | float) -> torch.Tensor:
+    """Return whole numbers between `least` and `last`, float32."""
+    inverse = torch.where(step == 0, 0.0, torch.ones_like(step).float() / step.float())
+    # NaN, of which a chunk is refused, has no code that all machines agree on.
+    return torch.round((x * inverse).clamp_min(least).clamp_max(last)).nan_to_num(0.0)
 
 
 def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
