@@ -302,7 +302,7 @@ class Loader:
         if self._worker.quarantine.is_due(self._worker.clock()):
             self._pool.add(self._worker.quarantine.sweep)
         n_waiting = len(self._chunks.in_state[State.VERIFIED]) + len(self._chunks.in_state[State.SUSPECT])
-        if self._fetches and not self._loop.has_marks and n_waiting == len(self._fetches):
+        if self._fetches and not self._loop.marks and n_waiting == len(self._fetches):
             # All slots are held by chunks that wait for this one: the one that was begun last gives its slot up.
             self.begin_again(next(reversed(self._fetches.values())))
         return False

@@ -60,6 +60,8 @@ class Half(Protocol):
 class TransferLoop:
     """`post`, `look` and `pool` may be called on any thread, all else on the loop's.
 
+    marks: launches and copies that are under way, each with what follows it.
+
     Args:
         jobs: run the loop, on one thread.
     """
@@ -69,7 +71,7 @@ class TransferLoop:
         self._worker = worker
         self._jobs = jobs
         self._pools: list[TaskPool] = []
-        self._marks: list[tuple[Mark, Callable[[], None]]] = []
+        self.marks: list[tuple[Mark, Callable[[], None]]] = []
         self._pause_s = PAUSE_MIN_S
         # All threads use these, under the lock:
         self._changed = threading.Condition()
@@ -108,12 +110,7 @@ class TransferLoop:
         if mark is None:  # on the CPU
             then()
         else:
-            self._marks.append((mark, then))
-
-    @property
-    def has_marks(self) -> bool:
-        """Return True if launches or copies are under way."""
-        return bool(self._marks)
+            self.marks.append((mark, then))
 
     def turn(self) -> Turn:
         """Take all work as far as it goes now."""
@@ -121,7 +118,7 @@ class TransferLoop:
         for _ in range(len(self._posted)):  # one at a time: if one raises, the others are not lost
             then, value = self._posted.popleft()
             then(value)
-        if self._marks:
+        if self.marks:
             has_moved |= self._take_marks()
         for pool in self._pools:
             if pool.n_still or (pool.tasks and pool.is_due(self._worker.clock())):
@@ -135,7 +132,7 @@ class TransferLoop:
                 io = io or turn.io
                 n_bytes += turn.n_bytes
                 is_polled |= turn.is_polled
-        return Turn(has_moved, goes_on, io, n_bytes, is_polled or bool(self._marks))
+        return Turn(has_moved, goes_on, io, n_bytes, is_polled or bool(self.marks))
 
     def _wake(self) -> bool:
         """Have the loop run. Return False if it is closed. The caller holds the lock."""
@@ -171,8 +168,8 @@ class TransferLoop:
         """Wait in native code for what ends next, without the interpreter lock."""
         if io is not None:
             io.wait(self._pause_s)
-        elif self._marks:
-            self._worker.order.wait_within(self._marks[0][0], self._pause_s)
+        elif self.marks:
+            self._worker.order.wait_within(self.marks[0][0], self._pause_s)
         else:
             self._wait_for_posts(self._pause_s)
         self._pause_s = min(PAUSE_MAX_S, 2 * self._pause_s)
@@ -183,15 +180,15 @@ class TransferLoop:
                 self._changed.wait(timeout_s)
 
     def _take_marks(self) -> bool:
-        done = [entry for entry in self._marks if self._worker.order.is_done(entry[0])]
+        done = [entry for entry in self.marks if self._worker.order.is_done(entry[0])]
         for entry in done:
-            self._marks.remove(entry)
+            self.marks.remove(entry)
             entry[1]()
         return bool(done)
 
     def _give_up(self) -> None:
         """End all that was taken, after what was launched for it has ended; what was posted goes on."""
-        marks, self._marks = self._marks, []
+        marks, self.marks = self.marks, []
         for mark, then in marks:
             with suppress(Exception):
                 self._worker.order.wait(mark)

@@ -257,7 +257,7 @@ class Storm:
             worker, loader = transfer._worker, transfer._loader
             if not transfer.drain(0.0) or loader._loads:
                 yield "jobs are under way"
-            if loader._fetches or loader._loop.has_marks:
+            if loader._fetches or loader._loop.marks:
                 yield "a chunk was left"
             for arena in {id(a): a for a in (worker.arena, worker.host) if a is not None}.values():
                 arena.check()
