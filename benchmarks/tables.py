@@ -324,8 +324,8 @@ def loader_rows(result: Result, ceiling: float) -> Lines:
 def weights_rate() -> Lines:
     result = read("gpu/weights_rate")
     return [
-        f"**Weights from tmpfs into GPU memory** (`gpu.weights_rate`, {source(result)}; kvtier with 16 threads; "
-        "a fresh process each):",
+        f"**Weights from tmpfs into GPU memory** (`gpu.weights_rate`, {source(result)}; a fresh process each; `vllm:`: "
+        "`load_weights` of vLLM's loader of that format, kvtier with checksums, `-stored` with a plan of before):",
         *loader_rows(result, result["ceilings"]["h2d_bytes_s"]),
     ]
 
