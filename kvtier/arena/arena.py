@@ -53,12 +53,12 @@ class Arena(Generic[Content]):
         return self._address + slot * self.slot_bytes
 
     def put_headers(self, slots: Sequence[int], pages: Sequence[bytes]) -> list[int]:
-        """Copy a record's header page, of 4096 bytes, into each slot, in host memory. Return the slots' addresses."""
+        """Copy one header page of 4096 bytes into each slot of an arena in host memory. Return the slots' addresses."""
         addresses = []
         for slot, page in zip(slots, pages, strict=True):
             start = slot * self.slot_bytes
             assert len(page) == PAGE_BYTES
-            self._bytes[start : start + PAGE_BYTES] = page  # torch's copy would give up the interpreter lock each time
+            self._bytes[start : start + PAGE_BYTES] = page  # a torch copy would release the GIL each time
             addresses.append(self._address + start)
         return addresses
 

@@ -68,16 +68,17 @@ class SlotTable(Generic[Content]):
         return claimed
 
     def commit(self, filled: Sequence[tuple[int, bytes, Content]]) -> list[bool]:
-        """Make each reserved slot hold its key. Return False of those that are free, as other slots hold their keys."""
-        are_new = []
+        """Make each reserved slot hold its key. Return for each whether it does: False if another slot holds the key
+        already, and then the reserved slot is freed."""
+        is_new = []
         for slot, key, content in filled:
             self._reserved.remove(slot)
-            are_new.append(key not in self._cached)
-            if are_new[-1]:
+            is_new.append(key not in self._cached)
+            if is_new[-1]:
                 self._cached[key] = _Cached(slot, content)
             else:
                 self._free.append(slot)
-        return are_new
+        return is_new
 
     def discard(self, slots: Sequence[int]) -> None:
         """Give reserved slots back unfilled."""

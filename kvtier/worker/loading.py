@@ -40,11 +40,11 @@ from kvtier.worker.task_pool import TaskPool
 
 OPENED_TOGETHER = 8  # chunks of a load whose segments one task of the pool opens, or that are copied behind one mark
 _batch_of = attrgetter("reads.batch")
-# Loaded chunks whose copies into the host arena are under way, and their bytes, of one chunk at least; more are not
-# kept. The device sends checksums of the next chunks behind these copies: with 256 MiB of them a turn waited 5 ms for
-# its checksums, and loads ran at 0.78 of PCIe, where they ran at 0.92 while none was kept (H200, 16 loads of 47 chunks
-# of 32 MiB).
-KEPT_AT_ONCE_MAX, KEPT_AT_ONCE_BYTES = 8, 64 << 20
+# Most loaded chunks, and most bytes of them, that are being copied into the host arena; one chunk always may be. Chunks
+# beyond that are not copied. The checksums of the next chunks cross PCIe after these copies: with 256 MiB of copies a
+# turn waited 5 ms for checksums, and loads ran at 0.78 of the rate of pinned copies; without copies they ran at 0.92
+# (H200, 16 loads of 47 chunks of 32 MiB).
+HOST_COPIES_MAX, HOST_COPIES_BYTES = 8, 64 << 20
 
 
 class State(Enum):
@@ -139,19 +139,19 @@ class Fetch:
         return any(part.load is load for part in self.wanted_by)
 
 
-class Loads(Protocol):
-    """Services of the loads that the steps call."""
+class LoaderCallbacks(Protocol):
+    """Methods of the Loader that the ChunkLoader calls."""
 
     def failed(self, fetch: Fetch, failure: Exception) -> None:
-        """The chunk can't be had; its slot is given back."""
+        """Report that the chunk cannot be loaded, and give its slot back."""
         ...
 
     def waits_for_storage(self) -> bool:
-        """Return True if the loop has time for more than the loads."""
+        """Return True if storage, and not the loop, limits the loads: the loop has time for other work."""
         ...
 
     def begin_again(self, fetch: Fetch) -> None:
-        """The fetch is given up; those that want the chunk begin anew."""
+        """Give the fetch up. The loads that want its chunk begin it again."""
         ...
 
 
@@ -162,7 +162,7 @@ class ChunkLoader:
     """
 
     def __init__(
-        self, worker: WorkerContext, admit: Admissions, loads: Loads, loop: TransferLoop, pool: TaskPool
+        self, worker: WorkerContext, admit: Admissions, loader: LoaderCallbacks, loop: TransferLoop, pool: TaskPool
     ) -> None:
         self.reader = RecordReader(worker)
         self.in_state: dict[State, dict[Fetch, None]] = {state: {} for state in State if state is not State.ENDED}
@@ -170,13 +170,13 @@ class ChunkLoader:
         self.to_close: list[HeldSegments] = []  # one for each chunk that has released it
         self._worker = worker
         self._admit = admit
-        self._loads = loads
+        self._loader = loader
         self._loop = loop
         self._pool = pool
         self._log = RepeatedLog(worker.clock)
         self._landing = None if self.reader.arena is worker.arena else self.reader.arena
-        self._n_kept_now = 0
-        self._kept_at_once = min(KEPT_AT_ONCE_MAX, max(1, KEPT_AT_ONCE_BYTES // worker.arena.slot_bytes))
+        self._n_host_copies = 0  # under way
+        self._host_copies_max = min(HOST_COPIES_MAX, max(1, HOST_COPIES_BYTES // worker.arena.slot_bytes))
         self.begun_together = OPENED_TOGETHER if self._landing is None else 1
 
     def set_state(self, fetches: Iterable[Fetch], state: State) -> None:
@@ -294,37 +294,37 @@ class ChunkLoader:
         return worker.order.begin(partial(worker.codec.decode, worker.pages, moves), *after)
 
     def leave(self, fetches: Sequence[Fetch]) -> None:
-        """End chunks that have landed wherever they are wanted: free their slots, or keep them there for others."""
+        """End chunks that have landed for every load that wants them: cache them in the arenas, or free their slots."""
         self.set_state(fetches, State.ENDED)
         self._release(fetches)
         arena, admit, has_host = self._worker.arena, self._admit, self._worker.host is not None
-        released, unused, staying = list[tuple[int, bytes]](), list[int](), list[tuple[Fetch, int, bool]]()
-        kept_below = list[tuple[Fetch, int, bool]]()
+        released, unused, for_arena = list[tuple[int, bytes]](), list[int](), list[tuple[Fetch, int, bool]]()
+        for_host = list[tuple[Fetch, int, bool]]()
         for fetch in fetches:
             key, slot, fetch.slot, n_loads = fetch.chunk.key, fetch.slot, -1, fetch.n_loads
             if fetch.origin is Origin.ARENA:
                 released.append((slot, key))
                 continue
-            stays = any(map(admit.arena.keeps_loaded, itertools.repeat(key, n_loads)))
+            is_for_arena = any(map(admit.arena.keeps_loaded, itertools.repeat(key, n_loads)))
             is_from_files = has_host and fetch.origin is Origin.FILES
-            goes_down = is_from_files and any(map(admit.host.keeps_loaded, itertools.repeat(key, n_loads)))
-            if stays:
-                staying.append((fetch, slot, goes_down))
-            elif goes_down:
-                kept_below.append((fetch, slot, False))
+            is_for_host = is_from_files and any(map(admit.host.keeps_loaded, itertools.repeat(key, n_loads)))
+            if is_for_arena:
+                for_arena.append((fetch, slot, is_for_host))
+            elif is_for_host:
+                for_host.append((fetch, slot, False))
             else:
                 unused.append(slot)
-        are_new = arena.commit([(slot, fetch.chunk.key, fetch.sources) for fetch, slot, _ in staying])
-        for (fetch, _, goes_down), is_new in zip(staying, are_new, strict=True):
-            cached = arena.lease(fetch.chunk.key) if is_new and goes_down else None
-            if cached is not None:  # else it was pushed out already
-                kept_below.append((fetch, cached[0], True))
+        are_new = arena.commit([(slot, fetch.chunk.key, fetch.sources) for fetch, slot, _ in for_arena])
+        for (fetch, _, is_for_host), is_new in zip(for_arena, are_new, strict=True):
+            cached = arena.lease(fetch.chunk.key) if is_new and is_for_host else None
+            if cached is not None:  # None: it has been evicted already
+                for_host.append((fetch, cached[0], True))
         if released:
             arena.release_each(released)
         if unused:
             arena.discard(*unused)
-        if kept_below:
-            self._keep_below(kept_below)
+        if for_host:
+            self._copy_to_host(for_host)
 
     def abandon(self, fetch: Fetch) -> None:
         """Give back what a chunk holds that no load waits for. Reads under way keep their slots until they return."""
@@ -386,7 +386,7 @@ class ChunkLoader:
         if self._landing is not None and fetch.host_slot < 0:
             landing = self._landing.reserve()
             if landing is None:
-                self._loads.failed(fetch, FetchFailed("no slot in the host arena is free"))
+                self._loader.failed(fetch, FetchFailed("no slot in the host arena is free"))
                 return
             fetch.host_slot = landing
         self._open([fetch])
@@ -434,7 +434,7 @@ class ChunkLoader:
 
     def _end_in_pool(self, fetch: Fetch, result: object) -> None:
         assert isinstance(result, Exception)
-        self._loads.failed(fetch, FetchFailed(str(result)) if isinstance(result, Corrupt) else result)
+        self._loader.failed(fetch, FetchFailed(str(result)) if isinstance(result, Corrupt) else result)
 
     def _read_anew(self, fetch: Fetch) -> None:
         self._worker.metrics.add(names.REREAD_CHUNKS)
@@ -504,25 +504,28 @@ class ChunkLoader:
         self._log.line(logging.ERROR, "bad", "chunk %s went bad in memory; it is read again", key.hex())
         if fetch.origin is Origin.ARENA:
             self._worker.arena.drop(key)
-            self._loads.begin_again(fetch)
+            self._loader.begin_again(fetch)
             return
         assert self._worker.host is not None
         self._worker.host.drop(key)
         self._open_again(fetch)
 
-    def _keep_below(self, landed: Sequence[tuple[Fetch, int, bool]]) -> None:
-        """Copy verified chunks down into the host arena, then give their slots, of which some are leased, back. Nothing
-        is kept in a full arena, nor while the loop itself limits the loads."""
+    def _copy_to_host(self, landed: Sequence[tuple[Fetch, int, bool]]) -> None:
+        """Copy verified chunks into the host arena, then give their slots back. Copy nothing while the host arena is
+        full, or while the loop itself limits the loads.
+
+        landed: (fetch, slot, whether the slot is leased).
+        """
         host, arena, order = self._worker.host, self._worker.arena, self._worker.order
         assert host is not None
-        kept, pairs = list[tuple[Fetch, int]](), []
-        room = self._kept_at_once - self._n_kept_now if self._loads.waits_for_storage() else 0
+        copied, pairs = list[tuple[Fetch, int]](), []
+        room = self._host_copies_max - self._n_host_copies if self._loader.waits_for_storage() else 0
         for fetch, slot, _ in landed[: max(0, room)]:
             host_slot = host.reserve()
             if host_slot is None:
                 break
             n_bytes = slabs_bytes(fetch.sources)
-            kept.append((fetch, host_slot))
+            copied.append((fetch, host_slot))
             pairs.append((host.record(host_slot, n_bytes), arena.record(slot, n_bytes)))
 
         def give_back(slots: Sequence[tuple[Fetch, int, bool]]) -> None:
@@ -530,18 +533,18 @@ class ChunkLoader:
             arena.discard(*[slot for _, slot, is_leased in slots if not is_leased])
 
         def end() -> None:
-            self._n_kept_now -= len(kept)
-            host.commit([(host_slot, fetch.chunk.key, fetch.sources) for fetch, host_slot in kept])
-            give_back(landed[: len(kept)])
+            self._n_host_copies -= len(copied)
+            host.commit([(host_slot, fetch.chunk.key, fetch.sources) for fetch, host_slot in copied])
+            give_back(landed[: len(copied)])
 
-        give_back(landed[len(kept) :])
-        if kept:
+        give_back(landed[len(copied) :])
+        if copied:
             with ExitStack() as refused:
-                refused.callback(give_back, landed[: len(kept)])
-                refused.callback(host.discard, *[host_slot for _, host_slot in kept])
+                refused.callback(give_back, landed[: len(copied)])
+                refused.callback(host.discard, *[host_slot for _, host_slot in copied])
                 mark = order.begin_copies(pairs)
                 refused.pop_all()
-            self._n_kept_now += len(kept)
+            self._n_host_copies += len(copied)
             self._loop.when_done(mark, end)
 
     def _release(self, fetches: Sequence[Fetch]) -> None:

@@ -41,7 +41,7 @@ MOVED_MAX, MOVED_BYTES = 8, 8 << 20
 # time that its bytes take at this rate.
 ORDER_BYTES_S = 10e9
 CLOSED_TOGETHER = 16  # chunks whose segments are released together while loads are under way
-ANSWER_LOOK_S = 0.05  # interval at which who waits for an answer looks for deadlines that have passed, seconds
+ANSWER_LOOK_S = 0.05  # interval at which a thread that waits for an answer checks for passed deadlines, seconds
 
 _n_pending_of, _waiting_of, _deadline_of, _turn_of = map(attrgetter, ("n_pending", "waiting", "deadline_s", "turn_s"))
 _first_token_of = attrgetter("first_token")
@@ -80,7 +80,7 @@ class LoadAnswers:
             return bool(self._done) or self._changed.wait(timeout_s)
 
     def take(self) -> tuple[list[LoadDone], list[tuple[int, float]]]:
-        """Return the answers since the last take, and (tokens, seconds from asking to the end) of whole loads."""
+        """Return the answers since the last take, and (tokens, seconds from request to end) of the complete loads."""
         with self._changed:
             done, self._done = self._done, []
             timings, self._timings = self._timings, []

@@ -60,7 +60,7 @@ class Half(Protocol):
 class TransferLoop:
     """`post`, `look` and `pool` may be called on any thread, all else on the loop's.
 
-    marks: launches and copies that are under way, each with what follows it.
+    marks: (mark of launches or copies that are under way, callback that runs once it is done).
 
     Args:
         jobs: run the loop, on one thread.
@@ -121,7 +121,7 @@ class TransferLoop:
         if self.marks:
             has_moved |= self._take_marks()
         for pool in self._pools:
-            if pool.n_still or (pool.tasks and pool.is_due(self._worker.clock())):
+            if pool.n_stuck or (pool.tasks and pool.is_due(self._worker.clock())):
                 pool.staff()
         goes_on, io, n_bytes, is_polled = False, None, 0, False
         for half in self.halves:

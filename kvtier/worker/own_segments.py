@@ -44,10 +44,9 @@ class OwnSegments:
         self._log = RepeatedLog(worker.clock)
 
     def lease(self, plan: SavePlan, chunk: SaveChunk, part: int) -> OpenSegment | None:
-        """Return the segment for the chunk, open until its release; None when its set is no longer in the index. part:
-        of the set, that has the chunk's slot.
+        """Return the segment for the chunk, open until its release; None when its set is no longer in the index.
 
-        Raises TierUnavailable, Corrupt.
+        part: number of the set's file that has the chunk's slot. Raises TierUnavailable, Corrupt.
         """
         files = self._worker.files(plan.namespace)
         header = self._header(plan, chunk, part)
@@ -55,7 +54,7 @@ class OwnSegments:
             leased = files.lease(chunk.set_id, part, for_writing=True)
             if leased is None:
                 files.create(header)
-                with suppress(IndexUnavailable):  # what is written waits for it, as all that is to be published does
+                with suppress(IndexUnavailable):  # the records wait for the index anyway, to be published
                     self._leave_unknown(files, {chunk.set_id})
                 leased = files.lease(chunk.set_id, part, for_writing=True)
         except TierUnavailable:
@@ -65,19 +64,19 @@ class OwnSegments:
             raise
         if leased is not None and leased.header != header:
             leased.release()
-            raise Corrupt(f"{segment_name(chunk.set_id, part)} is not the one that was made here")
+            raise Corrupt(f"{segment_name(chunk.set_id, part)} is not the segment that this engine created")
         return leased
 
     def _was_removed(self, set_id: int) -> bool:
-        """Return True if the index does not have the set; False if it does, or cannot know."""
+        """Return True if the index does not have the set; False if it has the set, or cannot tell."""
         index = self._worker.index
         with suppress(IndexUnavailable):
             return not index.was_reset and not index.some_sets([set_id]) and not index.was_reset
         return False
 
     def _header(self, plan: SavePlan, chunk: SaveChunk, part: int) -> SegmentHeader:
-        """Return the header that our segment has. A segment with another one was put in its place: a record is written
-        as its header says, and one that lied would have other memory written into the file."""
+        """Return the header of the segment that this rank creates for the chunk. A segment with another header
+        is not ours and must not be written: its header decides where in the file a record goes."""
         return SegmentHeader(
             plan.namespace,
             chunk.set_id,

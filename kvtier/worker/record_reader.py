@@ -86,7 +86,7 @@ class _Prepared(NamedTuple):
 
 class RecordReader:
     """Shared by all loads of a worker; thread-safe. arena: where the bytes land, on the host if records are signed.
-    signs: records are signed, so that `judge` has to look at each chunk."""
+    signs: True if records are signed, so that `judge` must check each chunk."""
 
     def __init__(self, worker: WorkerContext) -> None:
         self._worker = worker
@@ -107,7 +107,7 @@ class RecordReader:
         anew: through descriptors that are opened for this."""
         begun_s, failed, prepared = self._worker.clock(), list[FileReads | Exception](), list[_Prepared]()
         try:
-            # First: raises for a namespace of another worker, of which nothing is to be judged.
+            # First, because it raises for the namespace of another worker, whose records must not be judged here.
             self._worker.files(namespace)
             may_be_stuck = self.stuck.has_any
             for chunk, slot in chunks:

@@ -106,14 +106,14 @@ class Ends(Protocol):
         ...
 
     def give_back(self, staged: Sequence[Staged]) -> None:
-        """Give back the slots of chunks that were answered without. Called on any thread."""
+        """Give back the slots that chunks kept when they were answered. Called on any thread."""
         ...
 
 
 class RecordWriter:
     """Writer of the records of a rank. Not thread-safe: called on the loop's thread, but for what its methods say.
 
-    ready: chunks that are to be written. arena: the one in host memory that they are written from.
+    ready: chunks to write. arena: the arena in host memory from which they are written.
 
     Args:
         pool: runs what may wait for storage or the index.
@@ -158,8 +158,8 @@ class RecordWriter:
         return Turn(has_moved, goes_on, first, n_writing * self._worker.arena.slot_bytes)
 
     def _begin(self, now_s: float) -> bool:
-        """Open segments for the chunks that are ready, as many as the window has room for. While saving rests because
-        storage hangs, they do not follow. Return False if nothing changed."""
+        """Open segments for the chunks that are ready, as many as the window has room for. While saving backs off
+        because storage hangs, end them instead. Return False if nothing changed."""
         hung, opening, n_under_way = set[int](), set[int](), 0
         for batch in self._batches:
             if batch.state is SaveState.HUNG:
@@ -169,8 +169,8 @@ class RecordWriter:
             if batch.state is SaveState.OPENING:
                 opening |= batch.set_ids
         if (hung or len(self._worker.quarantine)) and self.disk.is_resting(now_s):
-            resting, self.ready = self.ready, []
-            return self._saver.end(resting, SaveOutcome.RESTING)
+            ended, self.ready = self.ready, []
+            return self._saver.end(ended, SaveOutcome.RESTING)
         window = max(WINDOW_MIN, min(WINDOW_MAX, WINDOW_BYTES // self._worker.arena.slot_bytes))
         room = min(window - n_under_way, window // 2)
         if room <= 0 and not hung:
@@ -248,8 +248,8 @@ class RecordWriter:
             self._drop(batch)
 
     def _write(self, batch: SaveBatch, segments: Sequence[OpenSegment]) -> None:
-        """Put the records' header pages into their slots, and begin to write; the I/O engine fills in the checksums as
-        the bytes pass."""
+        """Put the records' header pages into their slots and submit the writes. The I/O engine computes the checksums
+        that are missing while it writes, and fills them in."""
         writes, slab_bytes, namespace = self.segments.writes, self.segments.slab_bytes, batch.namespace
         chunk_tokens, no_sums = self._worker.geometry.chunk_tokens, (0,) * writes.n_heads
         pages = list[bytes]()
@@ -264,7 +264,7 @@ class RecordWriter:
             key, set_id, slot = item.chunk.key, item.chunk.set_id, item.chunk.slot
             offset = slot_start(set_id, slot, segment.header.slot_bytes)
             ops.append(WriteOp(segment.fd, offset, address, slab_bytes, heads, key, head, layer, item.checksums))
-            # Remembered of a full set too: its first slots may be written after its last ones, in another batch.
+            # Full sets are kept in the table too: another batch may write a set's first slots after its last ones.
             used, _ = self._slots_used.get((namespace, set_id), (0, 0))
             self._slots_used[namespace, set_id] = max(used, slot + 1), segment.header.slots
         batch.files = [segment.fd for segment in segments]
@@ -278,7 +278,7 @@ class RecordWriter:
             self._drop(batch)
 
     def _take_io(self, batch: SaveBatch) -> None:
-        """Take a batch on whose writes or flushes have ended."""
+        """Advance a batch whose writes or flushes have ended."""
         assert batch.io is not None
         results, batch.io = batch.io.results(), None
         (self._written if batch.state is SaveState.WRITING else self._flushed)(batch, results)
@@ -324,13 +324,13 @@ class RecordWriter:
         if written:
             batch.state = SaveState.PUBLISHING
             publish, then = partial(self._put_in_index, written), partial(self._published, batch)
-            self._pool.add(publish, then, last=batch.held.close)
+            self._pool.add(publish, then, cleanup=batch.held.close)
         else:
             self._drop(batch)
 
     def _put_in_index(self, written: Sequence[Staged]) -> set[int]:
-        """Return the ids of the sets whose records are visible now, or others' records of the same chunks: not those of
-        sets that were removed or taken over before. Runs in the pool."""
+        """Publish the records. Return the ids of the sets whose chunks are visible now, by these or by other records of
+        the same chunks. Sets that were removed or taken over before are left out. Runs in the pool."""
         records, set_ids = list[NewRecord](), set[int]()
         for item in written:
             assert item.location is not None
@@ -387,7 +387,7 @@ class RecordWriter:
             batch.held.close()
 
     def _finish(self, batch: SaveBatch, n_saved: int = 0) -> None:
-        """Forget a batch all of whose chunks are answered."""
+        """Count a batch in the metrics and forget it. All of its chunks are answered."""
         counted = {}
         if batch.state is not SaveState.HUNG:
             counted[names.SAVE_SECONDS] = self._worker.clock() - batch.begun_s
@@ -399,7 +399,7 @@ class RecordWriter:
         self._batches.pop(batch, None)
 
     def _drop(self, batch: SaveBatch) -> None:
-        """Forget a batch of which nothing is published."""
+        """Finish a batch of which nothing is published, and close its segments."""
         self._finish(batch)
         self._pool.add(batch.held.close)  # which may close files, and take long
 

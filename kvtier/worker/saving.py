@@ -69,9 +69,12 @@ class Gathered(NamedTuple):
     encoded: Encoded | None
 
 
-class RecordForm(NamedTuple):
-    """Records of a rank. writes: their content. filled_bytes: of a slab, before its padding. patch: place of the slabs
-    in the rank's pages. cut: how a chunk is read that stays in the slot from which it was saved."""
+class RecordLayout(NamedTuple):
+    """Layout of the records that a rank saves.
+
+    writes: layers and heads in a record. filled_bytes: bytes of a slab without its padding. patch: place of the slabs
+    in the rank's pages. cut: how a load takes a chunk that is cached in the slot from which it was saved.
+    """
 
     writes: Extent
     slab_bytes: int
@@ -80,16 +83,16 @@ class RecordForm(NamedTuple):
     cut: Cut
 
 
-def _form_of(worker: WorkerContext, segments: OwnSegments) -> RecordForm:
+def _layout_of(worker: WorkerContext, segments: OwnSegments) -> RecordLayout:
     writes, held, slab_bytes = segments.writes, worker.share.reads, segments.slab_bytes
     layer, head = writes.first_layer - held.first_layer, writes.first_head - held.first_head
     patch = Patch(0, layer, writes.n_layers, head, writes.n_heads)
     filled_bytes = worker.codec.layers_bytes(worker.geometry, range(writes.first_layer, writes.end_layer))
-    # Of use only where the rank holds just what it writes: on others, no saved chunk stays.
+    # Used only where the rank reads exactly what it writes: other ranks do not cache the chunks that they save.
     cuts = cuts_of(((writes, slab_bytes),), writes, worker.arena.slot_bytes)
     assert cuts is not None, "a slot has room for the record that is gathered into it"
     ((_, cut),) = cuts
-    return RecordForm(writes, slab_bytes, filled_bytes, patch, cut)
+    return RecordLayout(writes, slab_bytes, filled_bytes, patch, cut)
 
 
 class Saver:
@@ -113,7 +116,7 @@ class Saver:
         is_whole = share.writes == share.reads
         self._keeps_written = is_whole and (admit.arena if worker.host is None else admit.host).keeps_saved()
         self.bounds = bounds if is_whole and admit.arena.keeps_saved() else bounds._replace(held_max=0)
-        self._form = _form_of(worker, self.writer.segments)
+        self._layout = _layout_of(worker, self.writer.segments)
         self._log = RepeatedLog(worker.clock)
         self._done: deque[SaveDone] = deque()
         self._n_taken, self._n_left = 0, 0  # chunks ever gathered into the arena, by the engine's thread; that left it
@@ -171,7 +174,7 @@ class Saver:
     def _gather(self, staged: list[Staged]) -> Gathered:
         """Launch one gather for all of them, after one launch that zeroes the slabs' padding where they have any: files
         are to hold nothing of the chunks that were in the slots before."""
-        worker, (writes, slab_bytes, filled_bytes, patch, _) = self._worker, self._form
+        worker, (writes, slab_bytes, filled_bytes, patch, _) = self._worker, self._layout
         chunk_blocks = worker.geometry.chunk_tokens // worker.pages.block_tokens
         slots, moves = list[int](), list[Move]()
         for item in staged:
@@ -196,7 +199,7 @@ class Saver:
             self._answer([(item.chunk, item.begun_s) for item in staged], outcome)
 
     def _answer(self, chunks: Sequence[tuple[SaveChunk, float]], outcome: SaveOutcome) -> None:
-        """Answer chunks, each given with the time since which it is saved."""
+        """Answer chunks. Each comes with the time at which its save began, in seconds."""
         if outcome in _SKIPS:
             self._worker.metrics.add(_SKIPS[outcome], len(chunks))
         now_s = self._worker.clock()
@@ -206,8 +209,8 @@ class Saver:
     # --- the loop's thread ---
 
     def turn(self) -> Turn:
-        """Take every chunk as far as it goes now. The loop polls while chunks lack a slot of the host arena: others may
-        give one back."""
+        """Take every chunk as far as it goes now. The loop polls while chunks wait for a slot of the host arena,
+        because other chunks may free one."""
         if not self._staged:
             return IDLE
         if not self._to_copy:
@@ -275,14 +278,14 @@ class Saver:
                 sums = worker.sums([self._slab_run(item, worker.arena, item.above) for item in unsummed])
             for item, checksums in zip(unsummed, sums, strict=True):
                 item.checksums = checksums
-        n_bytes = self._form.writes.n_heads * self._form.slab_bytes
+        n_bytes = self._layout.writes.n_heads * self._layout.slab_bytes
         pairs = [(host.record(item.slot, n_bytes), worker.arena.record(item.above, n_bytes)) for item in moved]
         self._loop.when_done(worker.order.begin_copies_down(pairs), partial(self._copied, moved))
         return True
 
     def _copied(self, moved: Sequence[Staged]) -> None:
-        """Free the staging slots, but for as many as the hbm arena is for, in which chunks that may stay above wait for
-        their records. None counts as gathered: the next step finds as many slots as ever."""
+        """Free the staging slots, except up to `held_max`: those chunks stay in the hbm arena until their records are
+        written, and may be cached there. None of them counts as gathered, so the next step finds as many free slots."""
         n_held = min(len(moved), self.bounds.held_max - self._n_held)
         self._worker.arena.discard(*[item.above for item in moved[n_held:]])
         for item in moved[n_held:]:
@@ -301,7 +304,7 @@ class Saver:
 
     def _tags(self, staged: Sequence[Staged]) -> list[tuple[bytes, ...]]:
         """Return the tags of chunks in host memory. Runs in the pool: each byte is hashed."""
-        signer, writes = self._worker.io.signer, self._form.writes
+        signer, writes = self._worker.io.signer, self._layout.writes
         assert signer is not None
         return [
             signer.tags(
@@ -320,8 +323,7 @@ class Saver:
                 self.writer.ready.append(item)
 
     def end(self, staged: Sequence[Staged], outcome: SaveOutcome, *, frees_slots: bool = True) -> bool:
-        """Answer chunks and give their slots back; a chunk that was saved may stay there as a cache of itself. Return
-        False if there are none."""
+        """Answer chunks. Cache saved ones in their slots, or give the slots back. Return False if there are none."""
         if not staged:
             return False
         arena, is_saved = self._worker.arena, outcome is SaveOutcome.SAVED
@@ -345,21 +347,21 @@ class Saver:
         return True
 
     def _commit(self, arena: ChunkArena, saved: Sequence[tuple[Staged, int]]) -> None:
-        """Let the slots cache the chunks that were saved from them."""
+        """Cache saved chunks in the slots from which they were saved."""
         filled = []
         for item, slot in saved:
             at = item.location
-            assert at is not None, "it is written"
-            filled.append((slot, item.chunk.key, (Source(at, self._form.cut, at.checksums),)))
+            assert at is not None, "the record is written"
+            filled.append((slot, item.chunk.key, (Source(at, self._layout.cut, at.checksums),)))
         arena.commit(filled)
 
     def _slab_run(self, item: Staged, arena: ChunkArena, slot: int) -> SlabRun:
-        writes = self._form.writes
-        slabs = arena.slabs(slot, PAGE_BYTES, writes.n_heads, self._form.slab_bytes)
+        writes = self._layout.writes
+        slabs = arena.slabs(slot, PAGE_BYTES, writes.n_heads, self._layout.slab_bytes)
         return SlabRun(slabs, item.chunk.key, writes.first_head, writes.first_layer)
 
     def give_back(self, staged: Sequence[Staged]) -> None:
-        """Give back the slots of chunks that were answered without. Called on any thread."""
+        """Give back the slots that chunks kept when they were answered. Called on any thread."""
         _discard(staged)
         self._loop.post(self._left, sum(item.is_above for item in staged))
 

@@ -11,7 +11,7 @@ from kvtier.errors import KVTierError, TierUnavailable
 from kvtier.runtime.threads import Jobs
 from kvtier.worker.record_reader import FetchFailed
 
-STILL_S = 1.0  # a task that runs for so long may hang in the kernel, seconds; at most a quarter of the time-out
+STUCK_S = 1.0  # a task that runs for so long may hang in the kernel, seconds; at most a quarter of the timeout
 
 Then = Callable[[object], None]
 
@@ -28,12 +28,12 @@ class TaskPool:
     ) -> None:
         self._jobs = jobs
         self._clock = clock
-        self._still_s = min(STILL_S, timeout_s / 4)
+        self._stuck_s = min(STUCK_S, timeout_s / 4)
         self._tell = ended
         self._lock = threading.Lock()
         self.tasks: deque[tuple[Callable[[], object], Then | None]] = deque()
         self._runners: dict[object, float] = {}  # jobs that run tasks until there are none -> when their task began
-        self.n_still = 0  # runners whose tasks may hang
+        self.n_stuck = 0  # runners whose tasks may hang
 
     @property
     def is_busy(self) -> bool:
@@ -42,31 +42,33 @@ class TaskPool:
     def is_due(self, now_s: float) -> bool:
         """Return True if a task may hang. Called on any thread."""
         with self._lock:
-            return any(map((now_s - self._still_s).__gt__, self._runners.values()))
+            return any(map((now_s - self._stuck_s).__gt__, self._runners.values()))
 
     def add(
-        self, work: Callable[[], object], then: Then | None = None, *, last: Callable[[], object] | None = None
+        self, work: Callable[[], object], then: Then | None = None, *, cleanup: Callable[[], object] | None = None
     ) -> None:
-        """Run `work` on a thread of the pool, and then have `then` called with its result or its exception. `last` is
-        run behind it, and delays no result."""
+        """Run `work` on a thread of the pool, and then have `then` called with its result or its exception.
+
+        cleanup: queued behind `work` as a task of its own, which delays no result and may run beside `work`.
+        """
         with self._lock:
             self.tasks.append((work, then))
-            if last is not None:
-                self.tasks.append((last, None))
+            if cleanup is not None:
+                self.tasks.append((cleanup, None))
         self.staff()
 
     def staff(self) -> None:
-        """Have as many runners as the pool is wide, beside those whose tasks may hang."""
-        if not self.tasks and not self.n_still:
+        """Start a runner if there are tasks and fewer runners than the pool has threads, not counting stuck ones."""
+        if not self.tasks and not self.n_stuck:
             return
         dropped: list[Then] = []
-        still_s = self._clock() - self._still_s
+        stuck_since_s = self._clock() - self._stuck_s
         with self._lock:
-            n_still = sum(map(still_s.__gt__, self._runners.values()))
-            if n_still != self.n_still:
-                self.n_still = n_still
-                self._jobs.widen(n_still)
-            if not self.tasks or len(self._runners) - n_still >= self._jobs.threads:
+            n_stuck = sum(map(stuck_since_s.__gt__, self._runners.values()))
+            if n_stuck != self.n_stuck:
+                self.n_stuck = n_stuck
+                self._jobs.widen(n_stuck)
+            if not self.tasks or len(self._runners) - n_stuck >= self._jobs.threads:
                 return
             runner = object()
             self._runners[runner] = self._clock()
