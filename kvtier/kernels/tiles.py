@@ -94,7 +94,7 @@ def tile_words(
 
 @triton.jit
 def row_words(vectors: tl.tuple, blocks: tl.tensor, rows: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """(rows, 1, 1) int64: offset of the first word of each of these tokens. Arguments as of `tile_words`."""
+    """(rows, 1, 1) int64: offset of the first word of each of these tokens. Arguments as in `tile_words`."""
     _, block_stride, token_stride = vectors
     row = rows[:, None, None]
     block = tl.load(blocks + row // C.block_tokens, mask=row < C.tokens, other=0)

@@ -4,9 +4,9 @@ A program does one layer of one head of one chunk: K, then V, tile after tile. K
 cache: for the ranges of its channels, then for its codes. After encoding a program reads back what it wrote, from the
 cache, and adds its part to its slab's checksum.
 
-P stands for a plane's PlaneShape, C for the launch's Int8ChunkShape. Tiles are those of kvtier.kernels.tiles. One of K
-is two halves: the words of the first half of a head, and as many of the second, each where its partner is. So a pair
-is in one thread, and no data moves.
+P stands for a plane's PlaneShape, C for the launch's Int8ChunkShape. Tiles are those of kvtier.kernels.tiles.
+A tile of K is two tensors of one shape, a and b: words of the first half of a head, and at the same places the words of
+their partners in the second half. So both channels of a pair are in the registers of one thread.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -79,7 +79,7 @@ def _magnitudes(low: tl.tensor, high: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _v_step_bits(reach: tl.tensor) -> tl.tensor:
-    """int32: bits of the step, bf16, of codes of V that reach so far either way."""
+    """int32: bf16 bits of the step of V's codes, for elements whose largest magnitude is `reach`."""
     exact = reach * _CODE_UNIT
     bits = tl.where(exact < _STEP_MIN, 0.0, exact).to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
@@ -102,7 +102,7 @@ def _codes(low: tl.tensor, high: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _pair_columns(P: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(1, groups, 16) each: words of a row's first half, those of their partners, and the mask of valid ones."""
+    """(1, groups, 16) each: numbers of the words in a row's first half, those of their partners, mask of valid ones."""
     WORDS: tl.constexpr = P.size // 4
     SIDE_BY_SIDE: tl.constexpr = 4 if P.size % 16 == 0 else 2  # words of a run, kvtier.codecs.int8.codec.RUN
     a = tl.arange(0, P.padded // 64)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
@@ -131,7 +131,7 @@ def _pair_code_places(row: tl.tensor, P: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _widened(least: tl.tensor, top: tl.tensor, x: tl.tensor, counts: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the range of each place of a tile, with x where it counts."""
+    """Return the minimum and maximum of each place of a tile, updated with x where `counts` is true."""
     return tl.minimum(least, tl.where(counts, x, _INFINITY)), tl.maximum(top, tl.where(counts, x, -_INFINITY))
 
 
@@ -139,9 +139,10 @@ def _widened(least: tl.tensor, top: tl.tensor, x: tl.tensor, counts: tl.tensor) 
 def _make_scale(
     a_least: tl.tensor, a_top: tl.tensor, b_least: tl.tensor, b_top: tl.tensor, C: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return the scale of pairs of channels: the least of both, the bits of their step, and how many codes they have.
+    """Return the scale of pairs of channels a and b: (minimum of a, minimum of b, bf16 bits of their common step,
+    number of codes of a, number of codes of b).
 
-    Arguments (rows, groups, 16), result (1, groups, 16) each.
+    Shapes: (rows, groups, 16) of each argument, (1, groups, 16) of each result.
     """
     a_least, a_range = _least_and_range(a_least, a_top)
     b_least, b_range = _least_and_range(b_least, b_top)
@@ -157,7 +158,7 @@ def _make_scale(
 
 @triton.jit
 def _least_and_range(least: tl.tensor, largest: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """(1, groups, 16) each, of channels."""
+    """Return the minimum of each channel and its range, maximum - minimum; (1, groups, 16) each."""
     least, largest = tl.reduce(least, 0, _elementwise_min), tl.reduce(largest, 0, _elementwise_max)
     least = tl.where(least == 0.0, 0.0, least)
     return least[None, :, :], (largest - least)[None, :, :]
@@ -171,7 +172,7 @@ def _whole(x: tl.tensor, n: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _pair_codes(a: tl.tensor, b: tl.tensor, scale: tl.tuple, inverse: tl.tensor) -> tl.tensor:
-    """int32: codes of pairs, below 2^16. scale: of `_make_scale`."""
+    """int32: codes of pairs, below 2^16. scale: the result of `_make_scale`."""
     a_least, b_least, _, n_a, n_b = scale
     a, b = _whole((a - a_least) * inverse, n_a), _whole((b - b_least) * inverse, n_b)
     return (a * n_b + b + _WHOLE).to(tl.int32, bitcast=True) & 0xFFFF
@@ -203,7 +204,7 @@ def _encode_k(
     """Encode K of one layer, head and chunk, by pairs of channels. Return bits of the largest magnitude of each row of
     a tile.
 
-    plane: to base and strides, as in kvtier.kernels.device. codes, scales, raw: words, their places in the slab.
+    plane: to base and strides, as in kvtier.kernels.device. codes, scales, raw: pointers to their words in the slab.
     """
     SHAPE: tl.constexpr = (C.rows, P.padded // 64, 16)
     WORDS: tl.constexpr = P.size // 4
@@ -261,8 +262,8 @@ def _encode_v(
     P: tl.constexpr,
     C: tl.constexpr,
 ) -> tl.tensor:
-    """Encode V of one layer, head and chunk, by token. codes, steps: to int16. Other arguments and result as of
-    `_encode_k`."""
+    """Encode V of one layer, head and chunk, by token. codes, steps: pointers to int16. Other arguments and result as
+    in `_encode_k`."""
     vectors = plane_of_head(plane, head)
     tops = tl.full((C.rows,), 0, tl.int32)
     for start in range(0, C.tokens, C.rows):
@@ -346,9 +347,9 @@ def _fill(
     high: tl.tensor,
     C: tl.constexpr,
 ) -> None:
-    """Store a tile of elements into pages; the chunk's first tokens from where they are raw.
+    """Store a tile of elements into pages. The chunk's first tokens are copied from `raw` instead.
 
-    pages, raw: to the words of each place, valid where `inside` is.
+    pages, raw: pointers to the word of each place, valid where `inside` is true.
     """
     is_raw = row[:, None, None] < _RAW_TOKENS
     stored = tl.load(raw, mask=inside & is_raw, other=0)
@@ -360,9 +361,10 @@ def _fill(
 def _pair_elements(
     code: tl.tensor, a_least: tl.tensor, b_least: tl.tensor, step: tl.tensor, n_b: tl.tensor, inverse: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """fp32 of codes of pairs. inverse: of n_b."""
+    """Return the elements of a and of b, fp32, that the codes of pairs stand for. inverse: 1 / n_b."""
     code = code.to(tl.float32)
-    # What is rounded is half of 1 / n_b or more from where it would be rounded otherwise.
+    # The rounded number is a + (b + 0.5) / n_b - 0.5, at least 0.5 / n_b away from the next rounding boundary. So the
+    # error of `inverse` cannot change a.
     a = (((code + 0.5) * inverse - 0.5) + _WHOLE) - _WHOLE
     return a_least + a * step, b_least + (code - a * n_b) * step
 
@@ -379,7 +381,7 @@ def _decode_k(
     P: tl.constexpr,
     C: tl.constexpr,
 ) -> None:
-    """Decode K of one layer, head and chunk. Arguments as of `_encode_k`. first_token: to fill."""
+    """Decode K of one layer, head and chunk. Arguments as in `_encode_k`. first_token: the first one to fill."""
     WORDS: tl.constexpr = P.size // 4
     vectors = plane_of_head(plane, head)
     column, _, is_column = _pair_columns(P)
@@ -417,7 +419,7 @@ def _decode_v(
     P: tl.constexpr,
     C: tl.constexpr,
 ) -> None:
-    """Decode V of one layer, head and chunk. Arguments as of `_encode_v`. first_token: to fill."""
+    """Decode V of one layer, head and chunk. Arguments as in `_encode_v`. first_token: the first one to fill."""
     vectors = plane_of_head(plane, head)
     for start in range(0, C.tokens, C.rows):
         row = start + tl.arange(0, C.rows)
