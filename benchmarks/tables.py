@@ -324,8 +324,9 @@ def loader_rows(result: Result, ceiling: float) -> Lines:
 def weights_rate() -> Lines:
     result = read("gpu/weights_rate")
     return [
-        f"**Weights from tmpfs into GPU memory** (`gpu.weights_rate`, {source(result)}; a fresh process each; `vllm:`: "
-        "`load_weights` of vLLM's loader of that format, kvtier with checksums, `-stored` with a plan of before):",
+        f"**Weights from tmpfs into GPU memory** (`gpu.weights_rate`, {source(result)}; each load in a fresh process; "
+        "`vllm:FORMAT`: `load_weights` of vLLM's own loader of that format, where kvtier compares checksums and "
+        "`kvtier-stored` uses a plan that an earlier load stored):",
         *loader_rows(result, result["ceilings"]["h2d_bytes_s"]),
     ]
 

@@ -13,7 +13,7 @@
 #   doctor       kvtier doctor on both folders                                         15    60
 #   ceilings     copies, storage, KvikIO's reads into the GPU                          50   150
 #   kernels      gather, scatter, checksum                                             60   120
-#   weights      weights from tmpfs by kvtier and others, and in vLLM (WHEELS: a folder of theirs; WEIGHTS: some models)  370   590
+#   weights      weights from tmpfs by kvtier and others, also in vLLM (WHEELS: folder of the others' wheels; WEIGHTS: models)  370   590
 #   weights-disk  weights of 0.6B from the disk, beside direct reads                     20   100
 #   weights-engine  an engine's start by phases, of each of FORMATS, and its first prompt from storage    350   590
 #   tests        tests/kernels, tests/gpu and tests/io, on the device                  90   240

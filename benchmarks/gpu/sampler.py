@@ -1,4 +1,4 @@
-"""Threads that look at a growing value while an engine works."""
+"""Threads that sample a growing value while an engine works."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-SAMPLE_S = 0.02
+SAMPLE_S = 0.02  # interval between samples, seconds
 
 
 class Sampler:
@@ -29,9 +29,9 @@ class Sampler:
 
 
 class GrowthWatch:
-    """Samples of a growing number, taken every SAMPLE_S by a thread: (seconds, value) whenever it grew.
+    """Samples a growing number every SAMPLE_S seconds on a thread, and keeps (seconds, value) of each growth.
 
-    Seconds are of `time.perf_counter`, which all processes of a Linux machine share.
+    Seconds are those of `time.perf_counter`, which all processes of a Linux machine share.
     """
 
     def __init__(self, measure: Callable[[], float]) -> None:

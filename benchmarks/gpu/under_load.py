@@ -19,14 +19,15 @@ from benchmarks.gpu.ceilings import THREADS, copies, direct_writes, read_rate
 from benchmarks.gpu.setup import EngineSetup, add_timed_engine, parser
 from benchmarks.report import ms
 
-FILES = 12  # that plain writers of a rank write at once
+FILES = 12  # files that the plain writes of a rank go to
 SHAPES = {"save": (32, 6144), "long": (16, 12_000), "short": (64, 4000), "shared": (64, 8000)}
 TINY_SHAPES = {"save": (4, 256), "long": (3, 512), "short": (6, 192), "shared": (6, 256)}
 DECODERS, TAIL_TOKENS = 16, 60
 
 
 def ceilings(setup: EngineSetup, ranks: int, is_tiny: bool) -> dict[str, float]:
-    """Return rates of all ranks together, bytes a second: THREADS and FILES of each; a GPU's copies times the ranks."""
+    """Return ceilings of all ranks together, bytes a second. Plain reads and writes use THREADS threads and FILES
+    files a rank; the rates of copies are measured on one GPU and multiplied by the number of ranks."""
     n_bytes = (64 << 20) if is_tiny else (12 << 30)
     path, threads = setup.folder / "ceiling.bin", THREADS * ranks
     several = direct_writes(setup.folder, n_bytes, files=FILES * ranks, threads=threads)

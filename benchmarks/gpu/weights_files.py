@@ -181,7 +181,7 @@ def _pieces(file: FileIO, shard: list[tuple[int, PlacedTensor]]) -> Iterator[tup
 
 
 def position_sum(tensor: Any) -> int:
-    """Return the sum of a tensor's 8-byte words, each times an odd number of its position, modulo 2**64."""
+    """Return the sum of a tensor's 8-byte words, each times an odd number made of its position, modulo 2**64."""
     import torch
 
     words = tensor.detach().contiguous().view(-1).view(torch.int64)

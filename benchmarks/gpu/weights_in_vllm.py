@@ -27,9 +27,9 @@ def config_of(model: WeightShapes) -> dict[str, Any]:
 
 
 def load(arm: str, folder: Path, device: str) -> Iterator[Any]:
-    """Import and yield; build the model on the device and yield; load and yield the sums of the parameters.
+    """Yield after the imports, after the model is built on the device, after the load, and then the parameters' sums.
 
-    arm: a load format, or kvtier-stored: kvtier with the plan that a load before has stored.
+    arm: a load format, or kvtier-stored: kvtier with a plan that an earlier load has stored.
     """
     import torch
     from vllm.config import LoadConfig

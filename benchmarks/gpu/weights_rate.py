@@ -6,11 +6,11 @@
 Makes random bf16 checkpoints of the models' dimensions in the folder (8b: 16 GB, 0.6b: 1.2 GB, moe: 16 layers of
 Qwen3-30B-A3B, 21 GB) and reads them once. Then each loader loads each of them in a process of its own, in turns.
 Seconds are those from after the CUDA context was made until the last byte is in parameters that were allocated before,
-as vLLM fuses them, and compared where the loader compares; imports do not count. `vllm:...` are vLLM's loaders of these
-load formats: seconds of `load_weights`, with the manifest beside the files; kvtier-stored finds a plan. The sums of all
-parameters must be equal. Host memory: highest resident size over that before the load. `kvtier@12x2x4` is kvtier with
-12 threads of 2 buffers of 4 MiB. --wheels: a folder of wheels that are not installed (instanttensor); a loader that
-cannot be imported is left out. --tiny: on the CPU, to try this script.
+as vLLM fuses them, and compared where the loader compares; imports do not count. `vllm:FORMAT` is vLLM's own loader of
+that load format: its seconds are those of `load_weights`, kvtier compares checksums, and kvtier-stored uses a stored
+plan. The sums of all parameters must be equal. Host memory: highest resident size over that before the load.
+`kvtier@12x2x4` is kvtier with 12 threads of 2 buffers of 4 MiB. --wheels: a folder of wheels that are not installed
+(instanttensor); a loader that cannot be imported is left out. --tiny: on the CPU, to try this script.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _fastsafetensors(files: list[Path], place: Place) -> Iterator[object]:
 
 
 PEERS = {"instanttensor": _instanttensor, "fastsafetensors": _fastsafetensors, "auto": _auto}
-IN_VLLM = "vllm:"  # before a load format: by vLLM's loader of that format
+IN_VLLM = "vllm:"  # prefix of a load format: vLLM's own loader of that format
 LOADERS = (
     "kvtier", "kvtier-verified", *PEERS, "vllm:kvtier", "vllm:kvtier-stored", *(f"{IN_VLLM}{name}" for name in PEERS)
 )  # fmt: skip
@@ -213,7 +213,7 @@ def child(options: argparse.Namespace) -> int:
 
 
 class WaitingLoader:
-    """A loader that has imported what it needs and waits. All loaders of a model import at the same time."""
+    """Process of a loader that waits before it loads. All loaders of a model import at the same time."""
 
     def __init__(self, options: argparse.Namespace, loader: str, model: str) -> None:
         command = [sys.executable, "-m", "benchmarks.gpu.weights_rate", "--child", loader, "--models", model]
@@ -245,12 +245,12 @@ class WaitingLoader:
         lines = [line for line in output.splitlines() if line.startswith("{")]
         if self._process.returncode or not lines:
             return {"failed": (errors or output)[-2000:]}
-        told = [line for line in (output + errors).splitlines() if "loading weights took" in line]
-        return dict(json.loads(lines[-1])) | ({"log": told[-1]} if told else {})
+        log_lines = [line for line in (output + errors).splitlines() if "loading weights took" in line]
+        return dict(json.loads(lines[-1])) | ({"log": log_lines[-1]} if log_lines else {})
 
 
 def measure(options: argparse.Namespace, model: str, loaders: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """Run all loaders in turns; in vLLM `auto`, which is slow, once. Return the runs of each."""
+    """Run all loaders in turns, but vLLM's `auto`, which is slow, only once. Return the runs of each."""
     found: dict[str, list[dict[str, Any]]] = {loader: [] for loader in loaders}
     if (stored := f"{IN_VLLM}kvtier-stored") in loaders:
         WaitingLoader(options, stored, model).run()  # stores the plan
@@ -349,7 +349,8 @@ def run_all(options: argparse.Namespace) -> int:
     return int(any("DIFFER" in row for row in rows) or not rows)
 
 
-OURS = ("kvtier", "kvtier-verified", f"{IN_VLLM}kvtier", f"{IN_VLLM}kvtier-stored")  # the last ones are compared with
+# The column `x kvtier` compares with the last of these, inside vLLM and outside of it.
+OURS = ("kvtier", "kvtier-verified", f"{IN_VLLM}kvtier", f"{IN_VLLM}kvtier-stored")
 COLUMNS = ("model", "loader", "s", "min-max", "GB/s", "x kvtier", "CPU s", "host MiB", "sums")
 
 
