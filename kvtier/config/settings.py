@@ -200,9 +200,9 @@ class Settings(BaseSettings):
 
     @field_validator("root")
     @classmethod
-    def _own_folder(cls, value: Path) -> Path:
+    def _root_folder(cls, value: Path) -> Path:
         if os.path.normpath(value).strip("/") == "":
-            raise ValueError("the machine's top folder: name one for kvtier alone, such as /var/tmp/kvtier")
+            raise ValueError("must not be /: set a directory for kvtier alone, such as /var/tmp/kvtier")
         return absolute_path(value)
 
     @field_validator("codec_table")

@@ -41,7 +41,7 @@ RECORDS_MAX = 512
 _HEAD = struct.Struct("<B4H")
 _RECORD = struct.Struct("<QHIQ4H")
 _CHECKSUM_BYTES = 8
-FIRST_SET = slice(_HEAD.size, _HEAD.size + 8)  # bytes of the set id of the first record
+FIRST_SET = slice(_HEAD.size, _HEAD.size + 8)  # the bytes of an entry that hold the set id of its first record
 
 
 def is_complete(value: bytes) -> bool:
@@ -49,7 +49,7 @@ def is_complete(value: bytes) -> bool:
     return value[:1] == b"\x01"
 
 
-def complete_ones(values: Iterable[bytes | None]) -> list[bytes | None]:
+def complete_or_none(values: Iterable[bytes | None]) -> list[bytes | None]:
     """Return the values, with None for those whose chunks may not be loaded."""
     return [value if value is not None and value[:1] == b"\x01" else None for value in values]
 
@@ -63,7 +63,7 @@ def first_set(value: bytes) -> int:
 
 def pack(locations: list[Location], whole: Extent) -> bytes:
     """Return the value of a chunk with records at `locations` (at least one)."""
-    is_whole = len(locations) == 1 and locations[0].extent == whole  # one rank wrote all, as nearly always
+    is_whole = len(locations) == 1 and locations[0].extent == whole  # the usual case: one rank wrote the whole chunk
     flag = COMPLETE if is_whole or covers((location.extent for location in locations), whole) else PARTIAL
     packed = [_HEAD.pack(flag, whole.first_layer, whole.n_layers, whole.first_head, whole.n_heads)]
     for set_id, rank, slot, slab_bytes, e, checksums in locations:
@@ -90,10 +90,10 @@ def add(value: bytes | None, location: Location, whole: Extent) -> bytes | None:
     """Return the value with `location` in it, the same value if it is there already, or None when it is refused.
 
     Refused: a location whose place or whole extent others have already, one outside of `whole`, one of an entry that
-    was begun for another `whole`, and one beyond RECORDS_MAX. value: None when the key has no entry yet; a damaged one,
-    which no load can use, is replaced.
+    was begun for another `whole`, and one beyond RECORDS_MAX. value: None when the key has no entry yet. A damaged
+    value, which no load can use, is replaced.
     """
-    if value is None and location.extent == whole:  # as nearly always
+    if value is None and location.extent == whole:  # the usual case: one rank writes the whole chunk
         return pack([location], whole)
     locations, stored_whole = list[Location](), whole
     if value is not None:
@@ -109,8 +109,8 @@ def add(value: bytes | None, location: Location, whole: Extent) -> bytes | None:
 
 
 def remove(value: bytes | None, gone: Place) -> bytes | None:
-    """Return the value without the record at `gone`: b"" when no record is left, also of a damaged value, which no load
-    can use; None when the record is not there."""
+    """Return the value without the record at `gone`, b"" when no record is left, None when the record is not in it. A
+    damaged value, which no load can use, becomes b""."""
     if not value:
         return None
     try:

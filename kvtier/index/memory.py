@@ -55,7 +55,7 @@ class MemoryIndex:
 
     def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
         with self._lock:
-            return entry.complete_ones(map(self._entries.get, keys))
+            return entry.complete_or_none(map(self._entries.get, keys))
 
     def publish(self, records: Sequence[NewRecord], from_files: bool = False, into_unowned: bool = False) -> int:
         with self._lock:

@@ -55,7 +55,7 @@ def most_open(wanted: int) -> int:
 def with_descriptors(open_it: Callable[[], T]) -> T:
     """Return what `open_it` returns. If no descriptor is left, close all unused files and call it once more.
 
-    Raises OSError, with the process's limit in its text where that is reached.
+    Raises OSError; its text names the process's limit of open files if that limit is the cause.
     """
     try:
         return open_it()
@@ -75,10 +75,11 @@ def with_descriptors(open_it: Callable[[], T]) -> T:
 
 
 def limit_hint(error: OSError) -> str:
-    """Return how many files this process may open, and what to do, where that is why it failed; else ""."""
+    """Return a hint that names the limit of open files and how to raise it, if that limit caused the error; else ""."""
     if error.errno != errno.EMFILE:
         return ""
-    return f": this process may open {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}; raise it with `ulimit -n`"
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f": this process may open {limit} files; raise the limit with `ulimit -n`"
 
 
 def close_file(descriptor: int) -> None:

@@ -87,7 +87,7 @@ class Metrics:
     def add_each(self, values: Mapping[str, float]) -> None:
         assert values.keys() <= set(NAMES), values
         with self._lock:
-            self._total.update(values)  # adds to what is there
+            self._total.update(values)  # a Counter's update adds
 
     def total(self) -> dict[str, float]:
         with self._lock:

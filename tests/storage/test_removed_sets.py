@@ -196,7 +196,9 @@ def test_the_error_without_a_descriptor_says_how_many_there_are() -> None:
     def open_it() -> None:
         raise OSError(errno.EMFILE, "Too many open files", "/root/segment")
 
-    with pytest.raises(OSError, match=r"may open \d+; raise it with `ulimit -n`: '/root/segment'") as fault:
+    with pytest.raises(
+        OSError, match=r"may open \d+ files; raise the limit with `ulimit -n`: '/root/segment'"
+    ) as fault:
         file_descriptors.with_descriptors(open_it)
     assert fault.value.errno == errno.EMFILE
 

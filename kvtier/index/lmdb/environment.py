@@ -212,7 +212,7 @@ class SharedEnvironment:
                 close_file(descriptor)
 
     def _open_again(self, deadline: float, at_once: bool = False) -> None:
-        """Open the files under the path, which are not open. The caller holds no lock."""
+        """Open the environment, which is not open yet or whose files were replaced. The caller holds no lock."""
         if at_once and self._reopen is not None:
             raise IndexUnavailable(f"index {self.path}: its files are gone; they are reopened in the background")
         with held(self._writing, deadline):

@@ -126,7 +126,7 @@ class LmdbIndex:
         return self._shared.read(lambda view: view.leading("entries", keys, entry.is_complete), at_once=True)
 
     def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        return entry.complete_ones(self._shared.read(partial(View.values, database="entries", keys=keys)))
+        return entry.complete_or_none(self._shared.read(partial(View.values, database="entries", keys=keys)))
 
     def publish(self, records: Sequence[NewRecord], from_files: bool = False, into_unowned: bool = False) -> int:
         taken = 0

@@ -60,7 +60,7 @@ class RedisIndex:
         return list(takewhile(entry.is_complete, (value or b"" for value in self._entries.get(keys))))
 
     def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        return entry.complete_ones(self._entries.get(keys))
+        return entry.complete_or_none(self._entries.get(keys))
 
     # --- records ---
 
