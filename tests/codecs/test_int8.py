@@ -72,3 +72,14 @@ def test_errors_stay_within_a_step_for_any_ratio_of_ranges() -> None:
     partners = ranges.view(-1, 8).flip(0).flatten()
     step = torch.maximum((ranges * partners).sqrt() / 255, torch.maximum(ranges, partners) / 4095)
     assert bool((errors(k) < 0.55 * step).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_first_token_comes_back_as_it_is(dtype: torch.dtype) -> None:
+    k, v = (torch.randn(1, TOKENS, 64, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (0, 1))
+    coder = Int8Coder(TOKENS, 64, 64, dtype.itemsize)
+    encoded = coder.encode(k, v, CELLS)
+    assert encoded.data.shape[-1] == coder.n_bytes(range(1))
+    for vectors, back in zip((k, v), coder.decode(encoded.data, CELLS, dtype), strict=True):
+        assert back.dtype == dtype and torch.equal(back[:, 0], vectors[:, 0])
+        assert not torch.equal(back[:, 1:], vectors[:, 1:])

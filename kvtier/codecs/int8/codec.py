@@ -33,7 +33,7 @@ A slab is the record's layers one after the other, then padding. A layer of head
     dk * 4                    least of K's channels, fp32: of the even channels of the first half, of its odd ones,
                               of the partners of the even ones, of those of the odd ones
     dk, dk                    steps of K's pairs, bf16; n_b of each, uint16
-    RAW_TOKENS * (dk + dv) * 2    K, then V of the first tokens: in the engine's dtype, bf16 where that is fp32
+    RAW_TOKENS * (dk + dv) * e    K, then V of the first tokens: in the engine's dtype, of e bytes
 
 Refused: a chunk with NaN, or an element whose magnitude is 2^50 or more; heads of K of no multiple of 4 elements.
 """
@@ -69,7 +69,7 @@ class Int8Codec(BaseCodec):
     """The torch reference in host memory, with Triton kernels on CUDA: the same bytes."""
 
     name = "int8"
-    version = 2
+    version = 3
 
     def check(self, geometry: Geometry) -> None:
         check_vectors(self.name, geometry)
@@ -78,10 +78,10 @@ class Int8Codec(BaseCodec):
             raise ConfigError("codec", self.name, fix)
 
     def layers_bytes(self, geometry: Geometry, layers: range) -> int:
-        return Int8Coder(geometry.chunk_tokens, geometry.k_head_size, geometry.v_head_size).n_bytes(layers)
+        return Int8Coder.of(geometry).n_bytes(layers)
 
     def prepare(self, pages: PagedKV, geometry: Geometry, held: Extent) -> None:
-        coder = Int8Coder(geometry.chunk_tokens, geometry.k_head_size, geometry.v_head_size)
+        coder = Int8Coder.of(geometry)
         mover = _make_mover(pages, coder, held)
         self._movers[id(pages)] = WatchedMover(mover, self.name, coder, Sampled(pages, held))
 
@@ -89,17 +89,24 @@ class Int8Codec(BaseCodec):
 class Int8Coder:
     """kvtier.codecs.vectors.LayerCoder: all layers and heads alike."""
 
-    def __init__(self, tokens: int, k_size: int, v_size: int) -> None:
+    def __init__(self, tokens: int, k_size: int, v_size: int, element_bytes: int = 2) -> None:
+        """element_bytes: of the engine's dtype. With 2, float32 vectors are coded as those of an engine in bf16."""
         self.tokens = tokens
         self._sizes = (k_size, v_size)
+        self._raw_token_bytes = RAW_TOKENS * element_bytes
+
+    @classmethod
+    def of(cls, geometry: Geometry) -> Int8Coder:
+        sizes = geometry.k_head_size, geometry.v_head_size
+        return cls(geometry.chunk_tokens, *sizes, geometry.element_bytes)
 
     def n_bytes(self, layers: range) -> int:
         k_size, v_size = self._sizes
-        return len(layers) * ((self.tokens + 2 * RAW_TOKENS) * (k_size + v_size) + 2 * self.tokens + 6 * k_size)
+        of_vectors = (self.tokens + self._raw_token_bytes) * (k_size + v_size)
+        return len(layers) * (of_vectors + 2 * self.tokens + 6 * k_size)
 
     def encode(self, k: torch.Tensor, v: torch.Tensor, cells: Extent, position: int = 0) -> EncodedLayer:
-        raw_dtype = torch.bfloat16 if k.dtype == torch.float32 else k.dtype
-        raw = [x[..., :RAW_TOKENS, :].to(raw_dtype) for x in (k, v)]
+        raw = [x[..., :RAW_TOKENS, :].to(self._raw_dtype(x.dtype)) for x in (k, v)]
         k, v = k.float(), v.float()
         v_step = _v_step(v.abs().amax(-1))
         v_codes = _codes(v, v_step.unsqueeze(-1), -CODE_MAX, CODE_MAX).to(torch.int8)
@@ -111,9 +118,9 @@ class Int8Coder:
     def decode(self, data: torch.Tensor, cells: Extent, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, (k_size, v_size) = self.tokens, self._sizes
         sizes = (tokens * k_size, tokens * v_size, tokens * 2, k_size * 4, k_size, k_size)
-        raw_sizes = (RAW_TOKENS * k_size * 2, RAW_TOKENS * v_size * 2)
+        raw_sizes = (self._raw_token_bytes * k_size, self._raw_token_bytes * v_size)
         parts = torch.split(data, [*sizes, *raw_sizes], -1)
-        raw = torch.bfloat16 if dtype == torch.float32 else dtype
+        raw = self._raw_dtype(dtype)
         dtypes = (torch.uint16, torch.int8, torch.bfloat16, torch.float32, torch.bfloat16, torch.uint16, raw, raw)
         k_codes, v_codes, v_step, least, step, n_b, raw_k, raw_v = (
             part.contiguous().view(kind) for part, kind in zip(parts, dtypes, strict=True)
@@ -124,6 +131,9 @@ class Int8Coder:
         k[..., :RAW_TOKENS, :] = raw_k.view(*raw_k.shape[:-1], RAW_TOKENS, k_size).to(dtype)
         v[..., :RAW_TOKENS, :] = raw_v.view(*raw_v.shape[:-1], RAW_TOKENS, v_size).to(dtype)
         return k, v
+
+    def _raw_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if dtype.itemsize * RAW_TOKENS == self._raw_token_bytes else torch.bfloat16
 
 
 class EncodedK(NamedTuple):
