@@ -98,6 +98,7 @@ class TaskPool:
                 result = TierUnavailable("a fault of kvtier's own")
                 with self._lock:
                     del self._runners[runner]
+                self.staff()  # this thread ends
                 raise
             finally:
                 if then is not None:
