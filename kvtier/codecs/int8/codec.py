@@ -36,8 +36,8 @@ A slab is the record's layers one after the other, then padding. A layer of head
     dk, dk                    steps of K's pairs, bf16; n_b of each, uint16
     RAW_TOKENS * (dk + dv) * e    K, then V of the first tokens: in the engine's dtype, of e bytes
 
-Refused: a chunk with NaN, or an element whose magnitude is 2^50 or more; heads of K whose size is not a multiple of 4, and
-heads of V of an odd size.
+Refused: a chunk with NaN, or an element whose magnitude is 2^50 or more; heads of K whose size is not a multiple of 4,
+and heads of V of an odd size.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Int8Codec(BaseCodec):
         check_vectors(self.name, geometry)
         sizes = geometry.k_head_size, geometry.v_head_size
         if sizes[0] % 4 or sizes[1] % 2:
-            fix = f"heads of K must be multiples of 4 and of V of 2 elements; they have {sizes[0]} and {sizes[1]}: use raw"
+            fix = f"heads of K must be multiples of 4, of V of 2 elements; they have {sizes[0]} and {sizes[1]}: use raw"
             raise ConfigError("codec", self.name, fix)
 
     def layers_bytes(self, geometry: Geometry, layers: range) -> int:
