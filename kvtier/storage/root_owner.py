@@ -36,6 +36,7 @@ from blake3 import blake3
 
 from kvtier.errors import ConfigError
 from kvtier.format.namespace import canonical_text
+from kvtier.runtime.file_descriptors import NO_DESCRIPTOR, limit_hint
 from kvtier.storage.atomic_files import create_once, read_small, replace_small
 from kvtier.storage.filesystem import file_system_of
 
@@ -79,8 +80,12 @@ class Owner:
 
 
 def this_node() -> Node:
-    """Raises ConfigError when there is neither a machine id nor a place to keep one."""
-    machine = _machine_id()
+    """Raises ConfigError when there is neither a machine id nor a place to keep one, or no file can be opened now."""
+    try:
+        machine, boot = _id_in(MACHINE_ID_FILE), _id_in(BOOT_ID_FILE)
+    except OSError as error:
+        fix = f"this machine's id cannot be read: {error.strerror}{limit_hint(error)}"
+        raise ConfigError("root", str(error.filename), fix) from None
     if not machine:
         path = private_folder() / "machine-id"
         try:
@@ -89,7 +94,7 @@ def this_node() -> Node:
             raise ConfigError(
                 "root", str(path), f"cannot keep an id of this node there: {error.strerror}; make it writable"
             ) from None
-    return Node(machine, socket.gethostname(), _boot_id())
+    return Node(machine, socket.gethostname(), boot)
 
 
 def host_key() -> str:
@@ -98,21 +103,21 @@ def host_key() -> str:
     Machines of one image may share a machine id: what was measured on one of them is then used on all, until measured
     again. A container without the file has the boot id of its host.
     """
-    return _machine_id() or _boot_id() or socket.gethostname()
+    with suppress(OSError):
+        return _id_in(MACHINE_ID_FILE) or _id_in(BOOT_ID_FILE) or socket.gethostname()
+    return socket.gethostname()
 
 
-def _machine_id() -> str:
-    """Return the content of /etc/machine-id, "" where it has none."""
+def _id_in(path: Path) -> str:
+    """Return the content of a file, "" where there is none. Raises OSError where this process may open no further file:
+    an id that was made up instead would have the root refused once the file can be read again."""
     try:
-        return MACHINE_ID_FILE.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
+        return path.read_bytes().decode("ascii").strip()
+    except UnicodeDecodeError:
         return ""
-
-
-def _boot_id() -> str:
-    try:
-        return BOOT_ID_FILE.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
         return ""
 
 

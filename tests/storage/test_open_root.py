@@ -99,12 +99,6 @@ def test_index_in_memory_has_no_path(tmp_path: Path) -> None:
 # --- the place is wrong ---
 
 
-def test_not_absolute() -> None:
-    settings = settings_for(Path("/x")).model_copy(update={"root": Path("kv")})
-    error = refusal(settings)
-    assert error.key == "root" and "absolute" in error.fix
-
-
 def test_a_file_in_its_place(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("")
     error = refusal(settings_for(tmp_path / "kv"))
@@ -329,6 +323,21 @@ def test_node_without_a_machine_id_makes_one_and_keeps_it(tmp_path: Path, monkey
     monkeypatch.setattr(root_owner, "LOCAL_STATE", tmp_path)
     node = root_owner.this_node()
     assert len(node.machine) == 32 and root_owner.this_node() == node
+
+
+def test_no_id_is_made_up_where_the_machines_own_cannot_be_opened_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unopened(type(tmp_path)):  # type: ignore[misc]
+        def read_bytes(self) -> bytes:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(self))
+
+    monkeypatch.setattr(root_owner, "MACHINE_ID_FILE", Unopened("/etc/machine-id"))
+    monkeypatch.setattr(root_owner, "LOCAL_STATE", tmp_path / "state")
+    error = refusal(settings_for(tmp_path / "root"))
+    assert error.key == "root" and "ulimit -n" in error.fix
+    assert not (tmp_path / "state").exists() and not list((tmp_path / "root").rglob("owner.json"))
+    assert root_owner.host_key()
 
 
 POD, HOST = Node("5d1c", "pod-7f9c", "boot-1"), Node("5d1c", "vm", "boot-1")

@@ -413,9 +413,9 @@ def test_a_segment_that_was_put_in_a_writers_place(engine: Engine, lie: str) -> 
     assert writes is not None
     segments = OwnSegments(worker, writes)
     plan = SavePlan(engine.namespace.id, 4, (chunk := SaveChunk(b"k" * 16, b"p" * 16, SET, 0, ()),))
-    put_segment(worker.files(engine.namespace.id).folder, LIES[lie](segments._header(plan, chunk)), 1 << 20, {})
-    with pytest.raises(Corrupt, match="not the one that was made here"):
-        segments.lease(plan, chunk)
+    put_segment(worker.files(engine.namespace.id).folder, LIES[lie](segments._header(plan, chunk, 0)), 1 << 20, {})
+    with pytest.raises(Corrupt, match="not the segment that this engine created"):
+        segments.lease(plan, chunk, 0)
 
 
 def test_saving_beside_such_a_segment_writes_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
