@@ -80,7 +80,8 @@ class Owner:
 
 
 def this_node() -> Node:
-    """Raises ConfigError when there is neither a machine id nor a place to keep one, or no file can be opened now."""
+    """Return this machine's node. Raises ConfigError where it has no id and no place to keep one, or where this process
+    may open no further file."""
     try:
         machine, boot = _id_in(MACHINE_ID_FILE), _id_in(BOOT_ID_FILE)
     except OSError as error:
@@ -104,7 +105,8 @@ def host_key() -> str:
     again. A container without the file has the boot id of its host.
     """
     with suppress(OSError):
-        return _id_in(MACHINE_ID_FILE) or _id_in(BOOT_ID_FILE) or socket.gethostname()
+        if known := _id_in(MACHINE_ID_FILE) or _id_in(BOOT_ID_FILE):
+            return known
     return socket.gethostname()
 
 
