@@ -85,8 +85,11 @@ class _Prepared(NamedTuple):
 
 
 class RecordReader:
-    """Shared by all loads of a worker; thread-safe. arena: where the bytes land, on the host if records are signed.
-    signs: True if records are signed, so that `judge` must check each chunk."""
+    """Reads records for all loads of a worker. Thread-safe.
+
+    arena: where the bytes land, on the host if records are signed. signs: True if records are signed, so that
+    `judge` must check each chunk.
+    """
 
     def __init__(self, worker: WorkerContext) -> None:
         self._worker = worker

@@ -13,7 +13,7 @@ CELLS = Extent(0, 1, 0, 1)
 
 
 def errors(k: torch.Tensor) -> torch.Tensor:
-    """Largest error of each channel of K, but for the first token. k: (tokens, size) float32."""
+    """Return the largest error of each channel of K, the first token left out. k: (tokens, size) float32."""
     coder = Int8Coder(len(k), k.shape[1], k.shape[1])
     encoded = coder.encode(k[None], k[None], CELLS)
     assert not encoded.refused.any()
@@ -22,7 +22,7 @@ def errors(k: torch.Tensor) -> torch.Tensor:
 
 
 def spread(ranges: torch.Tensor) -> torch.Tensor:
-    """(tokens, size): values that fill the ranges of channels evenly, after a first token of zeros."""
+    """Return (tokens, size): values that fill the ranges of channels evenly, after a first token of zeros."""
     generator = torch.Generator().manual_seed(0)
     turn = torch.linspace(-0.5, 0.5, TOKENS - 1)
     values = torch.stack([turn[torch.randperm(TOKENS - 1, generator=generator)] for _ in ranges], 1)
@@ -33,7 +33,7 @@ def spread(ranges: torch.Tensor) -> torch.Tensor:
     ("size", "first", "second"), [(64, 0, 56), (64, 9, 49), (64, 31, 39), (72, 0, 68), (80, 0, 72)]
 )
 def test_a_wide_channel_takes_codes_of_its_partner(size: int, first: int, second: int) -> None:
-    """Of either half. Both then have steps of one size; other pairs have theirs."""
+    """The wide channel may be in either half of the head. Its pair has one step then, and other pairs keep theirs."""
     for wide, narrow in ((first, second), (second, first)):
         ranges = torch.ones(size)
         ranges[wide] = 64.0
@@ -64,7 +64,7 @@ def test_biases_and_constant_channels_cost_nothing() -> None:
 
 
 def test_errors_stay_within_a_step_for_any_ratio_of_ranges() -> None:
-    """Extremes of both of a pair meet in one token, where a code that is too large would change the other."""
+    """One token holds the extremes of both channels of a pair, where a code that is too large changes the other."""
     generator = torch.Generator().manual_seed(0)
     k = torch.randn(TOKENS, 256, generator=generator) * torch.exp2(4 * torch.randn(256, generator=generator))
     k[1], k[2] = k[1:].amin(0), k[1:].amax(0)

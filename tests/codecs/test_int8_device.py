@@ -143,7 +143,7 @@ def _biased(x: torch.Tensor) -> torch.Tensor:
 
 
 def _uneven(x: torch.Tensor) -> torch.Tensor:
-    """Channels of all ranges, from nothing: pairs of which either is the wider, by up to 2^24."""
+    """Return x with channels of many ranges, one of them 0. Either channel of a pair may be wider, by up to 2^24."""
     x = x * torch.exp2(torch.linspace(-12, 12, x.shape[-1]))
     x[..., 9] = 0.25
     return x

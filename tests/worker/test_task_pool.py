@@ -1,4 +1,4 @@
-"""Task pool: what is queued behind a task that raises runs all the same."""
+"""Task pool: tasks that are queued behind one that raises run all the same."""
 
 from __future__ import annotations
 

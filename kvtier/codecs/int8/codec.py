@@ -150,7 +150,7 @@ class EncodedK(NamedTuple):
 
 
 def _encode_k(k: torch.Tensor) -> EncodedK:
-    """k: (..., tokens, size) float32."""
+    """Encode K by pairs of channels. k: (..., tokens, size) float32."""
     k = _in_pairs(k)
     least, largest = k[..., RAW_TOKENS:, :].amin(-2), k[..., RAW_TOKENS:, :].amax(-2)
     least = torch.where(least == 0, 0.0, least)  # zeros have no sign, for which of two a minimum is may differ
@@ -170,7 +170,7 @@ def _encode_k(k: torch.Tensor) -> EncodedK:
 
 
 def _decode_k(found: EncodedK) -> torch.Tensor:
-    """(..., tokens, size) float32."""
+    """Return what the codes stand for, (..., tokens, size) float32."""
     codes, n_b = found.codes.float(), found.n_b.float().unsqueeze(-2)
     a_codes = torch.floor(codes / n_b)
     whole = torch.cat([a_codes, codes - a_codes * n_b], -1)
@@ -201,7 +201,7 @@ def _make_mover(pages: PagedKV, coder: Int8Coder, held: Extent) -> Mover:
 
 
 def _v_step(reach: torch.Tensor) -> torch.Tensor:
-    """Return the steps, bf16, of codes of V that reach so far either way."""
+    """Return the steps of V's codes, bf16. reach: largest magnitude of each vector."""
     exact = reach * CODE_UNIT
     return torch.where(exact < STEP_MIN, 0.0, exact).to(torch.bfloat16)
 
