@@ -137,7 +137,7 @@ def means(whole: dict[str, Any]) -> dict[tuple[int, int], dict[str, float]]:
     return found
 
 
-def table_rows(whole: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def table_rows(whole: dict[str, Any]) -> report.Table:
     """Return columns and rows of the slides' table, one row an input length: mean milliseconds, and the speed-up."""
     cells, systems = means(whole), list(whole["systems"])
     cached = [system for system in systems if system != "nocache" and "nocache" in systems]

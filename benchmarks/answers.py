@@ -49,6 +49,8 @@ TIER: dict[str, Any] = {
     "host": {"arena_bytes": "64MiB"},
 }
 
+COLUMNS = ("preset", "equal answers", "tokens until a difference, mean", "median")
+
 
 def prompts_of(folder: Path, n_calibration: int) -> list[list[int]]:
     """Return the tokens of the prompts: of each document, all questions. None shares text with `kvtier calibrate`'s.
@@ -100,6 +102,18 @@ def compared(own: Sequence[dict[str, Any]], loaded: Sequence[dict[str, Any]]) ->
     }
 
 
+def table_rows(presets: dict[str, Any]) -> list[list[str]]:
+    return [
+        [
+            f"`{preset}`",
+            f"{one['equal']} of {one['answers']}",
+            f"{one['mean_tokens']:.0f}",
+            f"{one['median_tokens']:.0f}",
+        ]
+        for preset, one in presets.items()
+    ]
+
+
 def run_engine(preset: str, options: argparse.Namespace, prompts: list[list[int]], is_first: bool) -> dict[str, Any]:
     """Return the answers with a preset as "loaded"; of the first engine also "own" and "bf16"."""
     steps: list[list[Any]] = [["answer_documents", prompts, len(QUESTIONS), ANSWER_TOKENS, is_first]]
@@ -145,14 +159,7 @@ def main() -> None:
             presets["bf16"] = compared(own, answers["bf16"])
         presets[preset] = compared(own, answers["loaded"])
         print(preset, json.dumps(presets[preset]), flush=True)
-    columns = ("preset", "equal answers", "mean tokens until a difference", "median")
-    report.table(
-        columns,
-        [
-            (name, f"{one['equal']}/{one['answers']}", f"{one['mean_tokens']:.1f}", one["median_tokens"])
-            for name, one in presets.items()
-        ],
-    )
+    report.table(COLUMNS, table_rows(presets))
     if options.out:
         content = {
             "model": options.model.resolve().name,

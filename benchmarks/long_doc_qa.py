@@ -108,7 +108,7 @@ def gains(warmup: dict[str, Any], query: dict[str, Any]) -> dict[str, float]:
     return {"ttft_gain": warmup["ttft"]["mean"] / query["ttft"]["mean"], "latency_gain": per_prompt[0] / per_prompt[1]}
 
 
-def table_rows(whole: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def table_rows(whole: dict[str, Any]) -> report.Table:
     """Return columns and rows, one row a system; TTFT in ms."""
     rows = []
     for name, found in whole["systems"].items():

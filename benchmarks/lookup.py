@@ -84,6 +84,12 @@ def measure(index: LmdbIndex, bare: lmdb.Environment, tokens: list[int]) -> dict
     return {name: report.percentiles(values, "us") for name, values in {**seconds, "hashing": hashing}.items()}
 
 
+def table_rows(parts: dict[str, dict[str, float]]) -> report.Table:
+    """Return columns and rows, one row a part."""
+    cells = [[name, *(f"{part[key] / 1000:.2f} ms" for key in ("p50_us", "p99_us"))] for name, part in parts.items()]
+    return ["part", "median", "99th percentile"], cells
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lookup", description=__doc__.splitlines()[0])
     parser.add_argument("--folder", help="folder of the index (default: the temporary folder)")
@@ -105,8 +111,7 @@ def main() -> int:
         index.close()
         bare.close()
     met = all(found[name]["p50_us"] <= target for name, target in TARGETS_US.items())
-    rows = [(name, *(f"{value:,.0f}" for value in part.values())) for name, part in found.items()]
-    report.table(("part", "p50 us", "p99 us"), rows)
+    report.table(*table_rows(found))
     print("targets met" if met else "TARGET MISSED", TARGETS_US)
     content = {"tokens": len(tokens), "chunks": N_CHUNKS, "chunks_in_index": chunks, "runs": RUNS}
     content |= {"targets_us": TARGETS_US, "targets_met": met, "parts": found}

@@ -23,16 +23,21 @@ class EngineFailed(Exception):
 
 
 class EngineProcess:
-    """One started engine (`benchmarks.gpu.engine`). The caller must call `results` or `stop`."""
+    """One started engine. The caller must call `results` or `stop`.
 
-    def __init__(self, name: str, job: dict[str, Any], out: Path, timeout_s: float) -> None:
+    job: with "environment". module: takes the paths of job and result, and the timeout.
+    """
+
+    def __init__(
+        self, name: str, job: dict[str, Any], out: Path, timeout_s: float, module: str = "benchmarks.gpu.engine"
+    ) -> None:
         out.mkdir(parents=True, exist_ok=True)
         job_path, self._result_path, self._log_path = (out / f"{name}{end}" for end in (".job", ".result", ".log"))
         job_path.write_text(json.dumps(job))
         self._result_path.unlink(missing_ok=True)
         self.name = name
         self._started_s = time.monotonic()
-        words = [sys.executable, "-m", "benchmarks.gpu.engine", str(job_path), str(self._result_path), str(timeout_s)]
+        words = [sys.executable, "-m", module, str(job_path), str(self._result_path), str(timeout_s)]
         self._process = launch(words, self._log_path, os.environ | job["environment"])
 
     @property

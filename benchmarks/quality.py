@@ -57,6 +57,7 @@ NAMES = ("Marcus", "Elena", "Tobias", "Ingrid", "Rashid", "Yuki", "Olga", "Pedro
 RESAMPLES = 2_000
 
 Array = npt.NDArray[np.float64]
+Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -384,6 +385,59 @@ def measure(model: Model, presets: Sequence[str], amount: Amount, file: Path | N
     }
 
 
+def _presets(result: Result) -> list[str]:
+    return [name for name in result["presets"] if " " not in name]
+
+
+def loss_rows(results: Sequence[Result]) -> report.Table:
+    """Return columns and rows, one row a preset: its loss on each model."""
+    cells = []
+    for preset in _presets(results[0]):
+        found = {result["model"]: result["presets"][preset] for result in results}
+        bits = sorted({f"{one['bits']:.2f}" for one in found.values()})
+        losses = []
+        for one in found.values():
+            kl, top = one["kl_mean"], one["same_top"]["value"]
+            losses.append(f"{kl['value']:.1e} ({kl['low']:.1e}-{kl['high']:.1e}), {top:.1%}")
+        cells.append([f"`{preset}`", ", ".join(bits), *losses, _worst(found, "kinds"), _worst(found, "kind_left_out")])
+    models = [result["model"] for result in results]
+    return ["preset", "bits an element", *models, "worst kind", "kind left out"], cells
+
+
+def _worst(found: dict[str, Result], group: str) -> str:
+    """Return the largest loss over models and kinds of text, and where it is; "-" where none was measured."""
+    losses = [
+        (kl["kl_mean"]["value"], f"{model}, {kind}")
+        for model, one in found.items()
+        for kind, kl in one.get(group, {}).items()
+    ]
+    return "{:.1e}: {}".format(*max(losses)) if losses else "-"
+
+
+def control_rows(results: Sequence[Result]) -> report.Table:
+    """Return columns and rows, one row a control, of the models for which controls were measured."""
+    results = [result for result in results if any(" " in name for name in result["presets"])]
+    cells = []
+    for name in results[0]["presets"] if results else ():
+        preset, _, without = name.partition(" ")
+        if without:
+            losses = [[result["presets"][key]["kl_mean"]["value"] for key in (name, preset)] for result in results]
+            texts = [f"{kl:.1e}, {kl / whole:.1f} times" for kl, whole in losses]
+            cells.append([f"`{preset}`", without.replace("-", " "), *texts])
+    return ["preset", "control", *(result["model"] for result in results)], cells
+
+
+def recall_rows(results: Sequence[Result]) -> report.Table:
+    """Return columns and rows, one row a preset: facts that are found again in prompts of each length."""
+    cells = []
+    for name in _presets(results[0]):
+        recalls = [result["presets"][name]["recall"].values() for result in results]
+        cells.append(
+            [f"`{name}`", *(", ".join(f"{one['right']} of {one['asked']}" for one in each) for each in recalls)]
+        )
+    return ["preset", *(result["model"] for result in results)], cells
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="folder of a checkpoint")
@@ -408,20 +462,8 @@ def main() -> None:
     amount = Amount(options.rows, options.recall, options.greedy, options.calibration)
     presets = (*options.presets.split(","), *(ALL_CONTROLS if options.controls else ()))
     found = measure(model, presets, amount, options.text)
-    rows = []
-    for preset, row in found["presets"].items():
-        kl, p99, top = (row[name] for name in ("kl_mean", "kl_p99", "same_top"))
-        worst = max(row["kinds"], key=lambda kind: row["kinds"][kind]["kl_mean"]["value"])
-        interval_text = f"{kl['value']:.1e} ({kl['low']:.1e}-{kl['high']:.1e})"
-        answers = f"{row['greedy']['equal']}/{row['greedy']['answers']}"
-        recall = " ".join(f"{each['right']}/{each['asked']}" for each in row["recall"].values())
-        by_kind = f"{row['kinds'][worst]['kl_mean']['value']:.1e} {worst}"
-        tops = (f"{p99['value']:.1e}", f"{top['value']:.2%}")
-        unseen = [(each["kl_mean"]["value"], kind) for kind, each in row.get("kind_left_out", {}).items()]
-        left_out = "{:.1e} {}".format(*max(unseen)) if unseen else ""
-        rows.append((preset, f"{row['bits']:.2f}", interval_text, *tops, by_kind, left_out, recall, answers))
-    columns = ("preset", "bits", "KL mean", "p99", "same top", "worst kind", "left out", "recall", "equal answers")
-    report.table(columns, rows)
+    for rows_of_table in (loss_rows, control_rows, recall_rows):
+        report.table(*rows_of_table([found]))
     if options.out:
         report.write(options.out, "what do the codecs lose on a trained model", found)
 

@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from kvtier.runtime import versions as kvtier_versions
+
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # columns and rows
 
 
 def machine() -> dict[str, Any]:
@@ -80,6 +83,17 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 def ms(seconds: float | None, nothing: str = "-") -> str:
     return nothing if seconds is None else f"{seconds * 1e3:,.0f}"
+
+
+def spread(seconds: Sequence[float]) -> str:
+    """Return the median in ms, and the range where there are several values."""
+    text = ms(median(seconds))
+    return text if len(seconds) == 1 else f"{text} ({ms(min(seconds))}-{ms(max(seconds))})"
+
+
+def bold(count: int) -> str:
+    """Make a count that should be 0 stand out."""
+    return f"**{count:,}**" if count else "0"
 
 
 def percentiles(seconds: Sequence[float], unit: str) -> dict[str, float]:

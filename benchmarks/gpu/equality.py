@@ -23,7 +23,7 @@ from benchmarks.gpu.setup import TINY_CHUNK, EngineSetup, parser
 from benchmarks.gpu.steps_equality import cases
 from benchmarks.gpu.watch import compare
 
-COLUMNS = ("engine B", "hits", "same answers, same shape", "same answers", "equal", "wrong", "unknown", "failed loads")
+COLUMNS = ("run", "cases", "blocks equal", "not equal", "failed loads")
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
     "enforce_eager": False,
@@ -76,12 +76,12 @@ def is_good(result: dict[str, Any]) -> bool:
     return answers and all(row["is_hit"] for row in rows) and are_blocks_equal(result)
 
 
-def row_of(name: str, result: dict[str, Any]) -> tuple[object, ...]:
-    rows = result["cases"]
-    exact = [row for row in rows if row["is_same_shape"]]
-    hits = f"{sum(row['is_hit'] for row in rows)}/{len(rows)}"
-    same = [f"{sum(row['same_tokens'] for row in some)}/{len(some)}" for some in (exact, rows)]
-    return (name, hits, *same, *result["blocks"].values(), result["failed_loads"])
+def row_of(result: dict[str, Any]) -> list[str]:
+    """Return cases that hit and answer alike, blocks that are equal and not equal, and failed loads."""
+    blocks, cases_of = result["blocks"], result.get("cases", ())
+    good = sum(case["is_hit"] and case["same_tokens"] for case in cases_of)
+    wrong = [report.bold(count) for count in (blocks["wrong"] + blocks["unknown"], result["failed_loads"])]
+    return [f"{good} of {len(cases_of)}" if cases_of else "", f"{blocks['equal']:,}", *wrong]
 
 
 def across(setup: EngineSetup, chunk: int, stored_at: int, loaded_at: int) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def run_cases(options: argparse.Namespace, setup: EngineSetup, chunk: int) -> bo
     good = all(map(is_good, results.values()))
     content = {"good": good, "model": setup.kind, "kv_cache_dtype": options.kv_cache_dtype, "results": results}
     report.write(options.out, "are loaded blocks and answers the ones that were saved", content)
-    report.table(COLUMNS, [row_of(name, result) for name, result in results.items()])
+    report.table(COLUMNS, [[name, *row_of(result)] for name, result in results.items()])
     return good
 
 

@@ -42,33 +42,19 @@ ENGINE: dict[str, Any] = {
 }
 
 
-def show(result: dict[str, Any]) -> None:
-    control, more, arenas = result["control"]["other_order"], result["more_memory"], result["arenas"]
-    rounds = result["rounds_counted"]
-    report.table(
-        ("", "value"),
+def table_rows(found: dict[str, Any]) -> report.Table:
+    """Return columns and rows, one row a measure."""
+    controls = ", ".join(f"{one['same_answers']} of {one['answers']}" for one in found["control"].values())
+    blocks = found["blocks"]
+    return ["measure", "value"], [
+        ["answers equal to an engine without the tier", f"{found['same_answers']} of {found['answers']}"],
+        ["answers of that engine equal to its own, asked again (control)", controls],
         [
-            ("blocks equal / wrong / unknown", " / ".join(str(count) for count in result["blocks"].values())),
-            ("same answers with the tier; largest shift of a lead", _agreement(result)),
-            ("the same without it, in another order (control)", _agreement(control)),
-            ("differing: round, request, token, lead, moved", [list(row.values())[:5] for row in result["differing"]]),
-            ("tokens that lead by no more than a tie", f"{result['tokens_within_tie']} of {result['tokens']}"),
-            ("copies of the shared prefix read", f"{result['copies_read']:.2f}"),
-            ("most on disk, of capacity, MiB", f"{result['most_on_disk'] >> 20} {result['capacity_bytes'] >> 20}"),
-            ("more MiB than without the tier", {name: value >> 20 for name, value in more.items()}),
-            ("MiB of arenas", {name: value >> 20 for name, value in arenas.items()}),
-            ("tokens loaded in each round", [int(counted.get("load_tokens", 0)) for counted in rounds]),
-            ("MiB evicted in each round", [int(counted.get("evicted_bytes", 0)) >> 20 for counted in rounds]),
-            ("failed loads", result["failed_loads"]),
-            ("seconds a round, without the tier", [round(seconds, 2) for seconds in result["bare_round_s"]]),
-            ("seconds a round, with it", [round(seconds, 2) for seconds in result["round_s"]]),
+            "loaded blocks equal / not equal",
+            f"{blocks['equal']:,} / {report.bold(blocks['wrong'] + blocks['unknown'])}",
         ],
-    )
-
-
-def _agreement(found: dict[str, Any]) -> str:
-    shared = f"{found['same_shared_answers']}/{found['shared_answers']} on the prefix alone"
-    return f"{found['same_answers']}/{found['answers']}, {shared}; {found['largest_shift']:.6f}"
+        ["failed loads", report.bold(found["failed_loads"])],
+    ]
 
 
 def main() -> int:
@@ -87,7 +73,7 @@ def main() -> int:
     bad = faults(result)
     content = {"good": not bad, "faults": bad, "shape": shape, "rounds": ROUNDS, "result": result}
     report.write(options.out, "concurrent mixed hits at capacity", content)
-    show(result)
+    report.table(*table_rows(result))
     print("\n".join(["NOT GOOD", *bad]) if bad else "GOOD")
     return int(bool(bad))
 

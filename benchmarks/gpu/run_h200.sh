@@ -28,7 +28,7 @@
 #   two-equal    two GPUs: blocks and tokens across TP sizes, and stray contexts      180   330
 #   two-ttft     two GPUs: 70B's dimensions at TP=2, in one process                      85   450
 #   two-load     two GPUs: under-load at TP=2, half of 70B's layers, SHM=150G               160 a system   580
-#   two-weights  two GPUs: weights of 70B's dimensions, SHM=200G (LAYERS=36 with arms of shards, 80 without; ARMS)  480   590
+#   two-weights  two GPUs: weights of 70B's dimensions, SHM=200G (LAYERS=36 with loaders of shards, 80 without; LOADERS)  480   590
 #   two-engines  two GPUs: two engines on one root, SHM=150G REDIS=FOLDER; of each of SYSTEMS (EACH_S of it: 240)   340   590
 #   versus-tmpfs kvtier raw and k4v4, vLLM's tiering, no tier, ceilings, KvikIO alone  340   560
 #   versus-lmcache  LMCache in its two ways, from tmpfs                                 270   560
@@ -280,9 +280,9 @@ stage() {
       NAME=two_gpus_under_load KINDS=${KINDS:-save,long} SYSTEMS=${SYSTEMS:-kvtier} \
         stage under-load --model 70b-half --tp 2 --gpu-memory 0.9 --timeout 280 ;;
     two-weights)
-      bench weights_two_ranks 590 --folder "$MEMORY/weights" --out "$OUT/${NAME:-two_gpus_weights}.json" \
+      bench weights_rate 590 --ranks 2 --folder "$MEMORY/weights" --out "$OUT/${NAME:-two_gpus_weights}.json" \
         --logs "$WORK/logs/two-ranks" --layers "${LAYERS:-36}" --repetitions "${REPEAT:-3}" \
-        ${ARMS:+--arms "$ARMS"} ${WHEELS:+--wheels "$WHEELS"} ;;
+        ${LOADERS:+--loaders "$LOADERS"} ${WHEELS:+--wheels "$WHEELS"} ;;
     two-engines)
       bench two_engines 590 --folder "$MEMORY" --out "$OUT/two_gpus_engines.json" --logs "$WORK/logs" --models "$WORK/models" \
         --records "$WORK/two-engines" --systems "${SYSTEMS:-kvtier}" --seconds "${EACH_S:-240}" --extra "$EXTRA" \

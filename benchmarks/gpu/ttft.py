@@ -16,10 +16,10 @@ from typing import Any
 from benchmarks import report
 from benchmarks.gpu.setup import WARM_UP_TOKENS, EngineSetup, add_timed_engine, check_room, parser
 from benchmarks.processes import EngineFailed
-from benchmarks.report import ms
+from benchmarks.report import spread
 from benchmarks.serving.arguments import numbers
 
-COLUMNS = ("tokens", "system", "hit", "TTFT ms", "load GB/s", "all", "same token")
+COLUMNS = ("tokens", "system", "TTFT", "of the limit")
 
 Rows = list[dict[str, Any]]
 
@@ -49,6 +49,15 @@ def summary(found: dict[str, Rows], name: str) -> Rows:
                 }
             )
     return rows
+
+
+def table_rows(rows: Rows) -> list[list[str]]:
+    """Return the row of each length and system. of the limit: in results that were measured with one."""
+    limits = [f"{row['times_limit']:.2f}" if row.get("times_limit") else "-" for row in rows]
+    return [
+        [f"{row['tokens']:,}", row["system"], spread(row["all_s"]), limit]
+        for row, limit in zip(rows, limits, strict=True)
+    ]
 
 
 def main() -> int:
@@ -88,13 +97,8 @@ def main() -> int:
         setup.clear()
         # Written after each run: a time limit cuts off only those that follow.
         report.write(options.out, "time to the first token of a reload", about | {"rows": rows, "results": results})
-    shown = []
-    for row in rows:
-        rate = f"{row['load_bytes_s'] / 1e9:.1f}" if row["load_bytes_s"] else "-"
-        times = " ".join(map(ms, row["all_s"]))
-        same = "yes" if row["same_first_token"] else "NO"
-        shown.append((row["tokens"], row["system"], row["hit_tokens"], ms(row["ttft_s"]), rate, times, same))
-    report.table(COLUMNS, shown)
+    report.table(COLUMNS, table_rows(rows))
+    print("first tokens are", "equal" if all(row["same_first_token"] for row in rows) else "NOT equal")
     return int(any("failed" in result for result in results.values()))
 
 

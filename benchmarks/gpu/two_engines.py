@@ -41,7 +41,7 @@ from benchmarks.gpu.sampler import Sampler
 from benchmarks.gpu.setup import EngineSetup, add_timed_engine, parser
 from benchmarks.gpu.systems import stored_bytes
 from benchmarks.gpu.watch import compare
-from benchmarks.gpu.weights_rate import unpacked
+from benchmarks.gpu.weights_files import unpacked
 from benchmarks.processes import EngineFailed, EngineProcess, launch, stop
 
 QUESTION = "what two engines on one tier have of each other, and whether one notices that the other is killed"
@@ -54,8 +54,6 @@ WATCH_SHARE = 16  # of so many chunks one is compared
 AGAIN = 64  # items that the control answers twice
 DRAIN_S = 90.0  # for the requests under way at the end
 TRIM_S = 0.5
-COLUMNS = ("system", "requests/s", "tokens/s", "hits", "of the other", "TTFT p50, ms", "p95", "failed", "same answers",
-           "blocks equal", "wrong", "unknown")  # fmt: skip
 
 Found = dict[str, Any]
 
@@ -258,15 +256,19 @@ def same_answers(mine: dict[int, list[int]], control: dict[int, list[int]]) -> l
     return [sum(mine[item] == control[item] for item in both), len(both)]
 
 
-def row_of(system: str, one: Found) -> list[object]:
-    same = one["same_answers"]
-    return [
-        system, f"{one['requests_s']:.2f}", f"{one['answer_tokens_s']:.0f}",
-        f"{one['hit_tokens'] / one['asked_tokens']:.1%}",
-        f"{one['other_hit_tokens'] / max(1, one['hit_tokens']):.1%}",
-        report.ms(one["ttft_p50_s"]), report.ms(one["ttft_p95_s"]), one["failed"], f"{same[0]}/{same[1]}",
-        *one["blocks"].values(),
-    ]  # fmt: skip
+def table_rows(systems: dict[str, Found]) -> report.Table:
+    """Return columns and rows, one row a system."""
+    columns = ["system", "seconds", "requests", "a second", "hits", "of them stored by the other", "TTFT p50 / p95, ms"]
+    cells = []
+    for system, found in systems.items():
+        of_other = f"{found['other_hit_tokens'] / max(1, found['hit_tokens']):.0%}"
+        ttft = f"{report.ms(found['ttft_p50_s'])} / {report.ms(found['ttft_p95_s'])}"
+        hits = f"{found['hit_tokens'] / found['asked_tokens']:.0%}"
+        counts = [str(found["requests"]), f"{found['requests_s']:.1f}", hits, of_other, ttft]
+        blocks = found["blocks"]
+        wrong = [report.bold(count) for count in (found["failed"], blocks["wrong"] + blocks["unknown"])]
+        cells.append([system, f"{found['facts']['seconds']:.0f}", *counts, wrong[0], f"{blocks['equal']:,}", wrong[1]])
+    return [*columns, "failed", "blocks equal", "not equal"], cells
 
 
 def is_good(system: str, one: Found) -> bool:
@@ -321,13 +323,14 @@ def main() -> int:
         again = answers(folders["none"] / "again.jsonl") if system == "none" else given[system]
         one["same_answers"] = same_answers(again, given.get("none", {}))
     report.write(options.out, QUESTION, {"mix": TINY_MIX if options.tiny else MIX, "systems": found}, "redis")
-    report.table(COLUMNS, [row_of(system, one) for system, one in found.items()])
+    report.table(*table_rows(found))
     for system, one in found.items():
         facts, away = one["facts"], one["facts"]["away_s"]
         gone = "never" if away is None else f"{away:.0f} s later"
         print(
             f"{system}: b was killed with {facts['lost']} requests and back {gone}; after it a took "
-            f"{one['after_kill_a']} requests, b {one['after_restart_b']}; {one['failed_loads']} loads failed"
+            f"{one['after_kill_a']} requests, b {one['after_restart_b']}; {one['failed_loads']} loads failed; "
+            "{} of {} answers as without a tier".format(*one["same_answers"])
         )
     ran = options.systems.split(",")
     good = all(system in found and is_good(system, found[system]) for system in ran)

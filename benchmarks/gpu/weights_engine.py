@@ -16,9 +16,7 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import wraps
@@ -29,8 +27,8 @@ from benchmarks import report
 from benchmarks.gpu.models import DIMENSIONS, config_of, prompt
 from benchmarks.gpu.setup import GRAPHS, TINY_CHUNK, TINY_ENGINE, TINY_ENVIRONMENT, TINY_TIER
 from benchmarks.gpu.systems import environment_of, kvtier_transfer
-from benchmarks.gpu.weights_files import MODELS, WeightShapes, make, parser
-from benchmarks.gpu.weights_rate import unpacked
+from benchmarks.gpu.weights_files import MODELS, WeightShapes, make, parser, unpacked
+from benchmarks.processes import EngineFailed, EngineProcess
 
 QUESTION = "how long an engine takes from its start to its first token"
 LIMIT_S = 200.0  # of one process
@@ -41,17 +39,6 @@ PATTERNS = {  # of vLLM's log
     "init_engine_s": r"init engine .* took ([\d.]+) s",
 }
 TINY_SHAPES = WeightShapes(1, 512, 128, 256, 2, 4, 2, 64, False, False)
-COLUMNS = (
-    "start",
-    "import",
-    "load_weights",
-    "after loading",
-    "compile",
-    "graphs",
-    "engine ready",
-    "first token",
-    "hit",
-)
 
 
 def child(job: dict[str, Any]) -> dict[str, Any]:
@@ -106,26 +93,36 @@ def _sums(worker: Any) -> list[int]:
     return [int(value.detach().contiguous().view(-1).view(torch.int16).sum(dtype=torch.int64)) for value in parameters]
 
 
-def run_start(options: argparse.Namespace, job: dict[str, Any], log_path: Path) -> dict[str, Any]:
+def run_start(options: argparse.Namespace, job: dict[str, Any], name: str) -> dict[str, Any]:
     paths = [os.environ.get("PYTHONPATH", ""), *unpacked(options.wheels)]
-    environment = os.environ | environment_of("kvtier", options.folder) | (TINY_ENVIRONMENT if options.tiny else {})
+    environment = environment_of("kvtier", options.folder) | (TINY_ENVIRONMENT if options.tiny else {})
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "VLLM_LOGGING_LEVEL": "INFO"}
-    with tempfile.TemporaryDirectory() as folder:
-        job_path, result = Path(folder, "job"), Path(folder, "result")
-        job_path.write_text(json.dumps(job | {"started": time.time()}))
-        words = [sys.executable, "-m", "benchmarks.gpu.weights_engine", "--out", str(result), "--child", str(job_path)]
-        with log_path.open("w") as log:
-            subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, env=environment, timeout=LIMIT_S, check=False)
-        text = log_path.read_text()
-        if not result.exists():
-            print(f"{log_path.name} failed: {text[-1500:]}", flush=True)
-            return {"failed": text[-1500:]}
-        found: dict[str, Any] = json.loads(result.read_text())
-    for name, pattern in PATTERNS.items():
+    job = job | {"started": time.time(), "environment": environment}
+    try:
+        process = EngineProcess(name, job, options.logs, LIMIT_S, "benchmarks.gpu.weights_engine")
+        found = process.results(LIMIT_S)
+    except EngineFailed as failure:
+        print(failure, flush=True)
+        return {"failed": str(failure)}
+    text = (options.logs / f"{name}.log").read_text()
+    for phase, pattern in PATTERNS.items():
         times = [float(value) for value in re.findall(pattern, text)]
-        found |= {name: times[-1]} if times else {}
+        found |= {phase: times[-1]} if times else {}
     lines = [line for line in text.splitlines() if "loading weights took" in line.lower()]
     return found | {"log": [line[-300:] for line in lines]}
+
+
+def start_rows(starts: dict[str, list[dict[str, Any]]]) -> report.Table:
+    """Return columns and rows, one row a start."""
+    keys = ("import_s", "load_weights_s", "compile_s", "graphs_s", "ready_s", "answered_s")
+    cells = []
+    for name, runs in starts.items():
+        for number, run in enumerate(runs, 1):
+            if "failed" not in run:
+                times = [f"{run[key]:.2f}" if key in run else "-" for key in keys]
+                cells.append([name, str(number), *times, f"{run['hit_tokens']:,}"])
+    columns = ["start", "number", "import", "load_weights", "compile", "graphs", "ready", "first token", "tokens hit"]
+    return columns, cells
 
 
 def run_all(options: argparse.Namespace) -> int:
@@ -156,15 +153,10 @@ def run_all(options: argparse.Namespace) -> int:
     for number, (name, each) in enumerate(turns):
         extra = {"model_loader_extra_config": plans} if each["format"] == "kvtier" else {}
         runs = found.setdefault(name, [])
-        runs.append(run_start(options, each | {"llm": each["llm"] | extra}, options.logs / f"start-{number}.log"))
+        runs.append(run_start(options, each | {"llm": each["llm"] | extra}, f"start-{number}"))
         print(name, {key: value for key, value in runs[-1].items() if key not in ("sums", "failed")}, flush=True)
         is_right = write(options, {"tokens": tokens, "chunk_tokens": TINY_CHUNK if options.tiny else 256}, found)
-    rows = []
-    keys = ("import_s", "load_weights_s", "after_loading_s", "compile_s", "graphs_s", "ready_s", "answered_s")
-    for name, runs in found.items():
-        for run in (run for run in runs if "failed" not in run):
-            rows.append([name, *(f"{run[key]:.2f}" if key in run else "-" for key in keys), run["hit_tokens"]])
-    report.table(COLUMNS, rows)
+    report.table(*start_rows(found))
     print(f"all starts worked, with equal parameters: {is_right}")
     shutil.rmtree(options.folder, ignore_errors=True)
     return int(not is_right)
@@ -185,17 +177,15 @@ def write(options: argparse.Namespace, content: dict[str, Any], found: dict[str,
 
 
 def main() -> int:
+    if len(sys.argv) == 4 and sys.argv[1].endswith(".job"):
+        Path(sys.argv[2]).write_text(json.dumps(child(json.loads(Path(sys.argv[1]).read_text()))))
+        sys.stdout.flush()
+        os._exit(0)
     made = parser("weights_engine", __doc__)
     made.set_defaults(folder=Path("/dev/shm/engine"), repetitions=2)
     made.add_argument("--formats", default="auto,kvtier,fastsafetensors,instanttensor", help="separated by commas")
-    made.add_argument("--wheels", type=Path, help="folder of wheels to import loaders from")
     made.add_argument("--tokens", type=int, default=32_768, help="of the prompt")
-    made.add_argument("--logs", type=Path, default=Path("/tmp/bench/logs"))
     options = made.parse_args()
-    if options.child:
-        options.out.write_text(json.dumps(child(json.loads(Path(options.child).read_text()))))
-        sys.stdout.flush()
-        os._exit(0)
     options.logs.mkdir(parents=True, exist_ok=True)
     return run_all(options)
 

@@ -7,6 +7,8 @@ import json
 import math
 import os
 import struct
+import tempfile
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -74,14 +76,41 @@ def parser(module: str, about: str | None) -> argparse.ArgumentParser:
     made.add_argument("--folder", type=Path, default=Path("/dev/shm/weights"), help="of the checkpoints")
     made.add_argument("--repetitions", type=int, default=3)
     made.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to try this script")
-    made.add_argument("--child", help=argparse.SUPPRESS)
+    made.add_argument("--wheels", type=Path, help="folder of wheels to import loaders from")
+    made.add_argument("--logs", type=Path, default=Path("/tmp/bench/logs"))
     return made
 
 
-def add_models(made: argparse.ArgumentParser) -> None:
-    """Add the options of scripts that make several checkpoints."""
-    made.add_argument("--models", default="8b,0.6b,moe", help="separated by commas")
-    made.add_argument("--keep", action="store_true", help="keep the checkpoints for the next run")
+def unpacked(wheels: Path | None) -> list[str]:
+    """Return the folder to import the wheels of a folder from, as a list; [] without one."""
+    if wheels is None:
+        return []
+    target = Path(tempfile.gettempdir(), "kvtier-bench-wheels")
+    for wheel in sorted(wheels.glob("*.whl")):
+        if not (target / wheel.name).exists():
+            zipfile.ZipFile(wheel).extractall(target)
+            (target / wheel.name).touch()
+    return [str(target)]
+
+
+def config_of(model: WeightShapes) -> dict[str, Any]:
+    """Return the config.json of a Llama, Qwen3 or Qwen3-MoE with these sizes."""
+    kind = "qwen3_moe" if model.experts else "qwen3" if model.norms_heads else "llama"
+    name = {"qwen3_moe": "Qwen3MoeForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[kind]
+    found: dict[str, Any] = {
+        "model_type": kind,
+        "architectures": [name],
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }
+    found |= {"vocab_size": model.vocabulary, "hidden_size": model.hidden, "intermediate_size": model.inner}
+    found |= {"num_hidden_layers": model.layers, "num_attention_heads": model.heads, "head_dim": model.head_size}
+    found |= {"num_key_value_heads": model.kv_heads, "tie_word_embeddings": model.tied, "hidden_act": "silu"}
+    found |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "bos_token_id": 0, "eos_token_id": 1}
+    if model.experts:
+        found |= {"num_experts": model.experts, "num_experts_per_tok": 2, "moe_intermediate_size": model.inner}
+        found |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return found
 
 
 def tensors_of(model: WeightShapes) -> list[PlacedTensor]:

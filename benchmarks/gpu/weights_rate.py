@@ -1,15 +1,27 @@
 """Time of loading weights: kvtier, verified and not, beside other loaders and the machine's ceilings.
 
     python -m benchmarks.gpu.weights_rate --out OUT/weights_rate.json [--models 8b,0.6b,moe] [--loaders kvtier,...]
-        [--folder /dev/shm/weights] [--wheels FOLDER] [--repetitions 3] [--no-ceilings] [--tiny]
+        [--folder /dev/shm/weights] [--wheels FOLDER] [--repetitions 3] [--no-ceilings] [--keep] [--tiny]
+    python -m benchmarks.gpu.weights_rate --ranks 2 --out OUT/two_gpus_weights.json [--layers 36]      # two GPUs
 
 Makes random bf16 checkpoints of the models' dimensions in the folder (8b: 16 GB, 0.6b: 1.2 GB, moe: 16 layers of
-Qwen3-30B-A3B, 21 GB) and reads them once. Then each loader loads each of them in a process of its own, in turns.
-Seconds are those from after the CUDA context was made until the last byte is in parameters that were allocated before,
-as vLLM fuses them, and compared where the loader compares; imports do not count. `vllm:FORMAT` is vLLM's own loader of
-that load format: its seconds are those of `load_weights`, kvtier compares checksums, and kvtier-stored uses a stored
-plan. The sums of all parameters must be equal. Host memory: highest resident size over that before the load.
-`kvtier@12x2x4` is kvtier with 12 threads of 2 buffers of 4 MiB. --wheels: a folder of wheels that are not installed
+Qwen3-30B-A3B, 21 GB) with their manifests, and reads them once. Then each loader loads each of them in a process of its
+own, in turns. Seconds are those from after the CUDA context was made until the last byte is in parameters that were
+allocated before, as vLLM fuses them, and compared where the loader compares; imports do not count. `vllm:FORMAT` is
+vLLM's own loader of that load format: its seconds are those of `load_weights`, kvtier compares checksums, and
+kvtier-stored uses a stored plan. The sums of all parameters, weighted by position, must be equal. Host memory: highest
+resident size over that before the load. `kvtier@12x2x4` is kvtier with 12 threads of 2 buffers of 4 MiB.
+
+--ranks 2: a checkpoint of 70B's dimensions (80 layers: 141 GB, 36 layers: 66 GB), and with a loader of shards what
+`kvtier weights shard` makes of it, which takes as much room again. Each load is two processes, the ranks of vLLM's own
+groups (NCCL, on the CPU gloo). They build the model on their GPUs and meet at a barrier; then `load_weights` and a
+synchronization are timed. Loaders are vLLM's formats: auto, fastsafetensors, instanttensor, kvtier (a new plan),
+kvtier-stored, kvtier-shards; the last three also with -verified (with a manifest beside the files). A loader that fails
+is left out of later turns. GB/s: bytes of a rank's parameters over its seconds. last: from the first rank's start to
+the last rank's end. spread: (slowest - fastest) / slowest.
+
+`instanttensor@CONCURRENCY=16+IO_DEPTH=64` sets INSTANTTENSOR_CONCURRENCY and so on; COPY=0 gives out views of its
+buffer instead of copies. vLLM's `auto`, which is slow, runs once. --wheels: a folder of wheels that are not installed
 (instanttensor); a loader that cannot be imported is left out. --tiny: on the CPU, to try this script.
 """
 
@@ -21,11 +33,12 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,26 +46,35 @@ from typing import Any
 from benchmarks import report
 from benchmarks.gpu.ceilings import copies as measure_copies
 from benchmarks.gpu.ceilings import read_rate
-from benchmarks.gpu.setup import TINY_ENVIRONMENT
+from benchmarks.gpu.setup import TINY_ENVIRONMENT, check_room
+from benchmarks.gpu.systems import environment_of
 from benchmarks.gpu.weights_files import (
     MODELS,
     PlacedTensor,
-    add_models,
+    config_of,
     make,
     parameters_of,
     parser,
     position_sum,
     tensors_of,
+    unpacked,
 )
-from benchmarks.gpu.weights_in_vllm import config_of
-from benchmarks.gpu.weights_in_vllm import load as load_in_vllm
+from benchmarks.processes import launch, stop, tail
+from benchmarks.serving.server import free_port
 
 QUESTION = "how long weights take from files into GPU memory"
-LIMIT_S = 120  # of one process
+LIMIT_S = 120.0  # of one load, its imports left out
+OTHER_RANK_S = 5.0  # that a rank may run on after the other one has failed
+IMPORTS_S = 200.0
+POLL_S = 0.02
+
 Place = Callable[[str], Any]
+Found = dict[str, Any]
+Runs = dict[str, list[Found]]  # by loader
+Steps = Generator[Any, Any, None]
 
 
-# --- loaders: each fills the parameters; what is imported before the yield does not count ---
+# --- loaders without vLLM: each fills the parameters; what is imported before the yield does not count ---
 
 
 def _kvtier(
@@ -105,9 +127,8 @@ def _instanttensor(files: list[Path], place: Place) -> Iterator[object]:
     import instanttensor
 
     yield None
-    with instanttensor.safe_open(
-        list(map(str, files)), framework="pt", device=0, process_group=None, copy=True
-    ) as file:
+    opened = instanttensor.safe_open(list(map(str, files)), framework="pt", device=0, process_group=None, copy=True)
+    with opened as file:
         _copied(file.tensors(), place)
     yield None
 
@@ -117,10 +138,10 @@ def _fastsafetensors(files: list[Path], place: Place) -> Iterator[object]:
     from fastsafetensors.parallel_loader import ParallelLoader
 
     yield None
+    names, alone = list(map(str, files)), SingleGroup()
     loader = ParallelLoader(
-        pg=SingleGroup(), hf_weights_files=list(map(str, files)), queue_size=0, use_tqdm_on_load=False,
-        device="cuda:0", nogds=True,
-    )  # fmt: skip
+        pg=alone, hf_weights_files=names, queue_size=0, use_tqdm_on_load=False, device="cuda:0", nogds=True
+    )
     _copied(loader.iterate_weights(), place)
     yield None
     loader.close()
@@ -128,18 +149,21 @@ def _fastsafetensors(files: list[Path], place: Place) -> Iterator[object]:
 
 PEERS = {"instanttensor": _instanttensor, "fastsafetensors": _fastsafetensors, "auto": _auto}
 IN_VLLM = "vllm:"  # prefix of a load format: vLLM's own loader of that format
-LOADERS = (
-    "kvtier", "kvtier-verified", *PEERS, "vllm:kvtier", "vllm:kvtier-stored", *(f"{IN_VLLM}{name}" for name in PEERS)
-)  # fmt: skip
+LOADERS = {  # by the number of ranks; with two all are vLLM's
+    1: ("kvtier", "kvtier-verified", *PEERS, "vllm:kvtier", "vllm:kvtier-stored", *(f"{IN_VLLM}{p}" for p in PEERS)),
+    2: (
+        *("auto", "kvtier-verified", "kvtier-stored-verified", "kvtier-stored", "kvtier-shards-verified"),
+        *("kvtier-shards", "fastsafetensors", "instanttensor", "instanttensor@COPY=0"),
+        "instanttensor@CONCURRENCY=15+IO_DEPTH=64",
+    ),
+}
+ONCE = {1: f"{IN_VLLM}auto", 2: "auto"}
 
 
-# --- one load, in a process of its own ---
+# --- one load, in a process for each rank: generators yield when all is imported, allocated, loaded, and summed ---
 
 
-def _into_parameters(
-    loader: str, files: list[Path], tensors: list[PlacedTensor], device: str
-) -> Iterator[dict[str, float] | list[int] | None]:
-    """Import, allocate, load and sum the parameters, with a yield after each of these."""
+def _into_parameters(loader: str, files: list[Path], tensors: list[PlacedTensor], device: str) -> Steps:
     import torch
 
     parameters: dict[str, Any] = {}
@@ -164,31 +188,105 @@ def _into_parameters(
     next(steps, None)
 
 
-def load(loader: str, files: list[Path], tensors: list[PlacedTensor], device: str) -> dict[str, Any]:
-    """Load once and return what was measured. Waits for a line of input when all is imported."""
+def _in_vllm(loader: str, folder: Path, rank: int, n_ranks: int, device: str) -> Steps:
+    """Load by vLLM's own loader, without an engine. The port of the ranks' groups is sent in after the imports."""
+    import torch
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    from kvtier.connectors.vllm import plugin
+    from kvtier.connectors.vllm.weights_ranks import as_rank, build_model, engine_config
+
+    plugin.register_load_format()
+    name, _, settings = loader.partition("@")
+    if name in ("fastsafetensors", "instanttensor"):
+        peer = import_module(name)
+        if "COPY=0" in settings:
+            _without_copies(peer)
+    is_ours = name.startswith("kvtier")
+    extra = {"plan_cache": str(folder / "plans") if "stored" in name else False} if is_ours else {}
+    load_format = "kvtier" if is_ours else name
+    load = LoadConfig(load_format=load_format, model_loader_extra_config=extra, use_tqdm_on_load=False)
+    vllm_loader = get_model_loader(load)
+    port = yield None
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    config = engine_config(str(folder), n_ranks)
+    with as_rank(config, 0) if n_ranks == 1 else _groups(config, rank, n_ranks, port, device):
+        model = build_model(config, device)
+        yield None
+        vllm_loader.load_weights(model, config.model_config)
+        yield {"bytes": sum(value.nbytes for value in model.parameters())}
+        yield [position_sum(value) for _, value in sorted(model.named_parameters())]
+
+
+@contextmanager
+def _groups(config: Any, rank: int, n_ranks: int, port: int, device: str) -> Iterator[None]:
+    """Be one rank of vLLM's groups. Their communicators have been used once when the context begins."""
+    import torch
+    import torch.distributed as dist
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    backend = "gloo" if device == "cpu" else "nccl"
+    with set_current_vllm_config(config):
+        parallel_state.set_custom_all_reduce(False)
+        parallel_state.init_distributed_environment(n_ranks, rank, f"tcp://127.0.0.1:{port}", rank, backend)
+        parallel_state.initialize_model_parallel(n_ranks)
+        for group in (dist.group.WORLD, parallel_state.get_world_group().device_group):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        yield
+
+
+def _without_copies(instanttensor: Any) -> None:
+    """Make its `safe_open` give out views, also where vLLM asks for copies."""
+    opened = instanttensor.safe_open.__init__
+
+    def open_views(  # copy: what vLLM asks for
+        self: Any, filename: Any, framework: str, device: Any, process_group: Any = None, copy: bool = True
+    ) -> None:
+        opened(self, filename, framework, device, process_group, copy=False)
+
+    instanttensor.safe_open.__init__ = open_views
+
+
+def load(job: Found, wait: Callable[[], int]) -> Found:
+    """Load once and return what was measured. wait: called when all is imported; returns the port of the groups.
+
+    job: folder, model, layers, loader, rank, ranks, device.
+    """
     import torch
 
-    steps: Iterator[Any] = (
-        load_in_vllm(loader.removeprefix(IN_VLLM), files[0].parent, device)
-        if is_in_vllm(loader)
-        else _into_parameters(loader, files, tensors, device)
-    )
+    folder, loader, device, n_ranks = Path(job["folder"]), job["loader"], job["device"], job["ranks"]
+    if n_ranks > 1 or is_in_vllm(loader):
+        steps = _in_vllm(loader.removeprefix(IN_VLLM), folder, job["rank"], n_ranks, device)
+    else:
+        shapes = shapes_of(job["model"], job["layers"])
+        steps = _into_parameters(loader, make(folder, shapes), tensors_of(shapes), device)
     next(steps)
-    torch.zeros(1, device=device)  # makes the CUDA context
-    print("imported", flush=True)
-    sys.stdin.readline()
-    next(steps)
+    if n_ranks == 1:
+        torch.zeros(1, device=device)  # makes the CUDA context
+    steps.send(wait())
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    synchronize()
+
+    def meet() -> None:
+        if n_ranks > 1:
+            torch.distributed.barrier(device_ids=[job["rank"]] if device == "cuda" else None)
+        synchronize()
+
     Path("/proc/self/clear_refs").write_text("5")  # the highest resident size counts from here
-    before, cpu_s, start_s = _resident("VmRSS"), time.process_time(), time.perf_counter()
+    before = _resident("VmRSS")
+    meet()
+    cpu_s, start_s = time.process_time(), time.perf_counter()
     more = next(steps) or {}
     synchronize()
-    found = {"seconds": time.perf_counter() - start_s, "cpu_s": time.process_time() - cpu_s}
+    end_s = time.perf_counter()  # all processes of a machine have the same clock
+    found = {"start_s": start_s, "end_s": end_s, "seconds": end_s - start_s, "cpu_s": time.process_time() - cpu_s}
     found["host_bytes"] = _resident("VmHWM") - before
     if "planned_s" in more:
         more["planned_s"] -= start_s
     found["sums"] = next(steps)
+    meet()
     next(steps, None)
     return found | more
 
@@ -198,170 +296,266 @@ def _resident(field: str) -> int:
     return 1024 * int(status.partition(f"{field}:")[2].split()[0])
 
 
-def child(options: argparse.Namespace) -> int:
-    model = MODELS[options.models]
-    files = make(options.folder, model)
+def child(job: Found) -> None:
+    """Import, wait for the file `go` with the port of the groups, load once and write the figures."""
+    out, go = Path(job["out"]), Path(job["go"])
+
+    def wait() -> int:
+        out.with_suffix(".imported").touch()
+        while not go.exists():
+            time.sleep(POLL_S)
+        return int(go.read_text())
+
     try:
-        found = load(options.child, files, tensors_of(model), "cpu" if options.tiny else "cuda")
+        found = load(job, wait)
     except ImportError as error:
         found = {"skipped": str(error)}
-    print(json.dumps(found), flush=True)
-    return 0
+    out.write_text(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)
 
 
 # --- the parent ---
 
 
-class WaitingLoader:
-    """Process of a loader that waits before it loads. All loaders of a model import at the same time."""
+class WaitingLoad:
+    """The processes of one load, one a rank, which import what they need and wait."""
 
-    def __init__(self, options: argparse.Namespace, loader: str, model: str) -> None:
-        command = [sys.executable, "-m", "benchmarks.gpu.weights_rate", "--child", loader, "--models", model]
-        command += ["--folder", str(options.folder / model), "--out", str(options.out), *["--tiny"] * options.tiny]
-        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), *unpacked(options.wheels))))
-        environment = os.environ | {"PYTHONPATH": path} | (TINY_ENVIRONMENT if options.tiny else {})
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env=environment | {"VLLM_LOGGING_LEVEL": "INFO"},
-        )  # fmt: skip
+    def __init__(self, options: argparse.Namespace, model: str, loader: str, turn: int) -> None:
+        self.loader = loader
+        name = "".join(letter if letter.isalnum() else "-" for letter in f"{model}-{loader}-{turn}")
+        paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), *unpacked(options.wheels))))
+        environment = os.environ | environment_of("none", options.folder) | (TINY_ENVIRONMENT if options.tiny else {})
+        environment |= {"PYTHONPATH": paths, "VLLM_DIST_IDENT": f"ranks-{os.getpid()}-{name}"}
+        environment["VLLM_LOGGING_LEVEL"] = "INFO"
+        for setting in loader.partition("@")[2].split("+") if "instanttensor@" in loader else ():
+            key, _, value = setting.partition("=")
+            environment[f"INSTANTTENSOR_{key}"] = value
+        folder = options.folder / model / ("shards" if "shards" in loader else "model")
+        self._go = options.logs / f"{name}.go"
+        self._results = [options.logs / f"{name}-{rank}.json" for rank in range(options.ranks)]
+        self._logs = [path.with_suffix(".log") for path in self._results]
+        for path in (self._go, *self._results, *(path.with_suffix(".imported") for path in self._results)):
+            path.unlink(missing_ok=True)
+        job = {"folder": str(folder), "model": model, "layers": options.layers, "loader": loader, "go": str(self._go)}
+        job |= {"ranks": options.ranks, "device": "cpu" if options.tiny else "cuda"}
+        words = [sys.executable, "-m", "benchmarks.gpu.weights_rate"]
+        self._processes = [
+            launch([*words, json.dumps(job | {"rank": rank, "out": str(path)})], self._logs[rank], environment)
+            for rank, path in enumerate(self._results)
+        ]
 
     def wait_for_imports(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line == "imported\n":
+        deadline = time.monotonic() + IMPORTS_S
+        while time.monotonic() < deadline and all(process.poll() is None for process in self._processes):
+            if all(path.with_suffix(".imported").exists() for path in self._results):
                 return
+            time.sleep(POLL_S)
 
-    def run(self) -> dict[str, Any]:
-        """Return what was measured, with the last line of the log that gives its time, or {"failed"}."""
-        try:
-            output = self._process.communicate("go\n", timeout=LIMIT_S)[0]
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
-            return {"failed": f"no end after {LIMIT_S} s"}
-        self._log.seek(0)
-        errors = self._log.read()
-        lines = [line for line in output.splitlines() if line.startswith("{")]
-        if self._process.returncode or not lines:
-            return {"failed": (errors or output)[-2000:]}
-        log_lines = [line for line in (output + errors).splitlines() if "loading weights took" in line]
-        return dict(json.loads(lines[-1])) | ({"log": log_lines[-1]} if log_lines else {})
+    def run(self) -> Found:
+        """Let all ranks load. Return {"ranks": their figures}, {"skipped"} or {"failed"}."""
+        part = self._go.with_suffix(".part")
+        part.write_text(str(free_port()))
+        part.rename(self._go)
+        deadline = time.monotonic() + LIMIT_S
+        while any(process.poll() is None for process in self._processes) and time.monotonic() < deadline:
+            if any(process.poll() for process in self._processes):
+                deadline = min(deadline, time.monotonic() + OTHER_RANK_S)
+            time.sleep(POLL_S)
+        for process in self._processes:
+            stop(process)
+        if not all(path.exists() for path in self._results):
+            statuses = [process.returncode for process in self._processes]
+            return {"failed": f"exit statuses {statuses}\n" + "\n".join(map(tail, self._logs))}
+        found = [json.loads(path.read_text()) for path in self._results]
+        for one, path in zip(found, self._logs, strict=True):
+            lines = [line for line in path.read_text().splitlines() if "loading weights took" in line]
+            one |= {"log": lines[-1]} if lines else {}
+        skipped = [one for one in found if "skipped" in one]
+        return skipped[0] if skipped else {"ranks": found}
 
 
-def measure(options: argparse.Namespace, model: str, loaders: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """Run all loaders in turns, but vLLM's `auto`, which is slow, only once. Return the runs of each."""
-    found: dict[str, list[dict[str, Any]]] = {loader: [] for loader in loaders}
-    if (stored := f"{IN_VLLM}kvtier-stored") in loaders:
-        WaitingLoader(options, stored, model).run()  # stores the plan
-    waiting = []
+def shapes_of(model: str, layers: int | None) -> Any:
+    return MODELS[model] if layers is None else replace(MODELS[model], layers=layers)
+
+
+def show_manifest(folder: Path, is_shown: bool) -> None:
+    """Give the folder's manifest its name, without which nothing is verified, or another one."""
+    from kvtier.weights.manifest import MANIFEST
+
+    names = (folder / MANIFEST, folder / "hidden")
+    source, target = reversed(names) if is_shown else names
+    if source.exists():
+        source.rename(target)
+
+
+def make_files(options: argparse.Namespace, model: str, has_shards: bool) -> tuple[list[Path], Found]:
+    """Make checkpoint, manifest and shards, and read them once. Return the files, and seconds and bytes."""
+    from kvtier.weights import manifest
+    from kvtier.weights.reader import WeightReader
+
+    shapes, root = shapes_of(model, options.layers), options.folder / model
+    n_bytes = 2 * sum(tensor.elements for tensor in tensors_of(shapes))
+    if not (root / "model" / "made").exists():
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir(parents=True)
+        check_room(root, n_bytes * (2 if has_shards else 1))
+    start_s = time.perf_counter()
+    files = make(root / "model", shapes)
+    (root / "model" / "config.json").write_text(json.dumps(config_of(shapes)))
+    found: Found = {"bytes": n_bytes, "layers": shapes.layers, "make_s": time.perf_counter() - start_s}
+    start_s = time.perf_counter()
+    show_manifest(root / "model", True)
+    if not (root / "model" / manifest.MANIFEST).exists():
+        with WeightReader() as reader:
+            manifest.write(root / "model", files, reader)
+    found["manifest_s"] = time.perf_counter() - start_s
+    start_s = time.perf_counter()
+    if has_shards and not (root / "shards").exists():
+        words = [sys.executable, "-m", "kvtier.cli", "weights", "shard", str(root / "model")]
+        environment = os.environ | environment_of("none", options.folder) | (TINY_ENVIRONMENT if options.tiny else {})
+        words += ["--tp", str(options.ranks), "--out", str(root / "shards")]
+        subprocess.run(words, env=environment, check=True, stdout=sys.stderr)
+        found["shard_s"] = time.perf_counter() - start_s
+    print(model, {key: round(value, 1) for key, value in found.items()}, flush=True)
+    return files, found
+
+
+def measure(options: argparse.Namespace, model: str, loaders: list[str]) -> Iterator[Runs]:
+    """Run all loaders in turns; yield the runs of each after each turn. On one rank all turns import at once."""
+    root = options.folder / model
+    found: Runs = {loader: [] for loader in loaders}
+    if stored := [name for name in loaders if "stored" in name]:
+        warm = WaitingLoad(options, model, stored[0], 0)
+        warm.wait_for_imports()
+        warm.run()  # stores the plan and compiles the kernels
+    turns: list[list[tuple[int, str]]] = []
     for turn in range(options.repetitions):
-        start = turn % len(loaders)
-        order = [name for name in loaders[start:] + loaders[:start] if turn == 0 or name != f"{IN_VLLM}auto"]
-        waiting += [(loader, WaitingLoader(options, loader, model)) for loader in order]
-    for _, process in waiting:
-        process.wait_for_imports()
-    for loader, process in waiting:
-        run = process.run()
-        found[loader].append(run)
-        for reason in ("skipped", "failed"):
-            if reason in run and len(found[loader]) == 1:
-                print(f"{model} {loader} {reason}: {run[reason]}", flush=True)
-    return found
+        start = 3 * turn % len(loaders)
+        order = [name for name in loaders[start:] + loaders[:start] if turn == 0 or name != ONCE[options.ranks]]
+        turns.append([(turn + 1, name) for name in order])
+    for batch in turns if options.ranks > 1 else [sum(turns, [])]:
+        good = [each for each in batch if all("ranks" in run for run in found[each[1]])]
+        waiting = [WaitingLoad(options, model, name, turn) for turn, name in good]
+        for each in waiting:
+            each.wait_for_imports()
+        for each in waiting:
+            for name in ("model", "shards") if options.ranks > 1 else ():
+                show_manifest(root / name, each.loader.endswith("-verified"))
+            found[each.loader].append(run := each.run())
+            print(f"{model} {each.loader}: {_line(run)}", flush=True)
+        yield found
 
 
-def unpacked(wheels: Path | None) -> list[str]:
-    if wheels is None:
-        return []
-    target = Path(tempfile.gettempdir(), "kvtier-bench-wheels")
-    for wheel in sorted(wheels.glob("*.whl")):
-        if not (target / wheel.name).exists():
-            zipfile.ZipFile(wheel).extractall(target)
-            (target / wheel.name).touch()
-    return [str(target)]
-
-
-def ceilings(files: list[Path], tiny: bool) -> dict[str, float]:
-    found = {"read_bytes_s": read_rate(max(files, key=lambda path: path.stat().st_size), repeats=3)}
-    return found if tiny else measure_copies() | found
+def _line(run: Found) -> str:
+    seconds = ", ".join(f"{one['seconds']:.3f} s" for one in run.get("ranks", ()))
+    return seconds or "; ".join(f"{key}: {value}" for key, value in run.items())
 
 
 def is_in_vllm(loader: str) -> bool:
     return loader.startswith(IN_VLLM)
 
 
-def rows_of(model: str, runs: dict[str, list[dict[str, Any]]], n_bytes: int) -> Iterator[list[object]]:
-    best = {name: [run for run in found if "seconds" in run] for name, found in runs.items()}
-    times = {name: median(run["seconds"] for run in found) for name, found in best.items() if found}
-    sums = {is_in_vllm(name): found[0]["sums"] for name, found in reversed(best.items()) if found}
-    ours = {is_in_vllm(name): times[name] for name in OURS if name in times}
-    for name, seconds in times.items():
-        group = is_in_vllm(name)
-        spread = sorted(run["seconds"] for run in best[name])
-        yield [
-            model, name, f"{seconds:.3f}", f"{spread[0]:.3f}-{spread[-1]:.3f}", f"{n_bytes / seconds / 1e9:.1f}",
-            f"{seconds / ours[group]:.2f}" if group in ours else "-",
-            f"{median(run['cpu_s'] for run in best[name]):.1f}",
-            f"{max(run['host_bytes'] for run in best[name]) / 2**20:,.0f}",
-            "equal" if all(run["sums"] == sums[group] for run in best[name]) else "DIFFER",
-        ]  # fmt: skip
+def figures(found: Runs) -> dict[str, Found]:
+    """Return the figures of each loader that ran. equal: to the sums of the first one, rank by rank; loaders of vLLM
+    and others have other parameters."""
+    rows, expected = {}, dict[bool, Any]()
+    for loader, runs in found.items():
+        ranks = [run["ranks"] for run in runs if "ranks" in run]
+        if ranks:
+            sums = expected.setdefault(is_in_vllm(loader), [one["sums"] for one in ranks[0]])
+            seconds = [[one["seconds"] for one in run] for run in ranks]
+            medians = map(median, zip(*seconds, strict=True))
+            lasts = (max(one["end_s"] for one in run) - min(one["start_s"] for one in run) for run in ranks)
+            rows[loader] = {
+                "rank_bytes_s": [one.get("bytes", 0) / s for one, s in zip(ranks[0], medians, strict=True)],
+                "last_s": sorted(lasts),
+                "spread": median((max(each) - min(each)) / max(each) for each in seconds),
+                "equal": all([one["sums"] for one in run] == sums for run in ranks),
+            }
+    return rows
+
+
+def written(found: Runs, n_ranks: int) -> Runs:
+    """Return the runs as they are written: without the sums, which would be most of the file; of one rank its own."""
+    kept: Runs = {}
+    for loader, runs in found.items():
+        for run in runs:
+            ranks = [{key: value for key, value in one.items() if key != "sums"} for one in run.get("ranks", ())]
+            one = {"ranks": ranks} if ranks and n_ranks > 1 else ranks[0] if ranks else run
+            kept.setdefault(loader, []).append(one)
+    return kept
+
+
+def loader_rows(result: Found) -> report.Table:
+    """Return columns and rows, one row a model and loader."""
+    ceiling, cells = result.get("ceilings", {}).get("h2d_bytes_s"), []
+    for model, found in result["models"].items():
+        for loader, runs in found["runs"].items():
+            if times := sorted(run["seconds"] for run in runs if "seconds" in run):
+                good = [run for run in runs if "seconds" in run]
+                share = f"{found['bytes'] / median(times) / ceiling:.0%}" if ceiling else "-"
+                cpu_s = f"{median(run['cpu_s'] for run in good):.1f}"
+                host = f"{max(run['host_bytes'] for run in good) / 2**20:,.0f}"
+                about = f"{model}, {found['tensors']:,} tensors, {found['bytes'] / 1e9:.1f} GB"
+                seconds = f"{median(times):.3f} ({times[0]:.3f}-{times[-1]:.3f})"
+                cells.append([about, loader, seconds, share, cpu_s, host])
+    return ["model", "loader", "s, median (all)", "of PCIe", "CPU s", "host MiB"], cells
+
+
+def rank_rows(result: Found) -> report.Table:
+    """Return columns and rows, one row a loader of several ranks."""
+    cells = []
+    for loader, found in result["figures"].items():
+        rate, last = f"{median(found['rank_bytes_s']) / 1e9:.1f}", f"{median(found['last_s']):.3f}"
+        cells.append([loader, rate, last, f"{found['spread']:.1%}", "equal" if found["equal"] else "DIFFER"])
+    return ["load", "GB/s a rank", "last rank, s", "spread", "sums of parameters"], cells
 
 
 def run_all(options: argparse.Namespace) -> int:
-    from kvtier.weights import manifest
-    from kvtier.weights.reader import WeightReader
-
-    models = ["tiny"] if options.tiny else options.models.split(",")
-    loaders = [
-        name
-        for name in options.loaders.split(",")
-        if not options.tiny or name.removeprefix(IN_VLLM).startswith(("kvtier", "auto"))
-    ]
-    content: dict[str, Any] = {"models": {}}
-    rows: list[list[object]] = []
+    default = "8b,0.6b,moe" if options.ranks == 1 else "70b"
+    models = ["tiny"] if options.tiny else (options.models or default).split(",")
+    loaders = (options.loaders or ",".join(LOADERS[options.ranks])).split(",")
+    if options.tiny:
+        loaders = [name for name in loaders if name.removeprefix(IN_VLLM).startswith(("kvtier", "auto"))]
+    content: Found = {"models": {}} if options.ranks == 1 else {"ranks": options.ranks}
+    is_equal = True
     for model in models:
-        folder = options.folder / model
-        start_s = time.perf_counter()
-        files = make(folder, MODELS[model])
-        (folder / "config.json").write_text(json.dumps(config_of(MODELS[model])))
-        made_s = time.perf_counter()
-        with WeightReader() as reader:
-            manifest.write(folder, files, reader)
-        print(
-            f"{model}: made in {made_s - start_s:.1f} s, read once in {time.perf_counter() - made_s:.1f} s", flush=True
-        )
-        if "ceilings" not in content and options.ceilings:
-            content["ceilings"] = ceilings(files, options.tiny)
-        n_bytes = sum(path.stat().st_size for path in files)
-        runs = measure(options, model, loaders)
-        model_rows = list(rows_of(model, runs, n_bytes))
-        content["models"][model] = {"bytes": n_bytes, "tensors": len(tensors_of(MODELS[model])), "runs": runs}
-        rows += model_rows
-        report.table(COLUMNS, model_rows)
+        files, made = make_files(options, model, any("shards" in name for name in loaders))
+        if options.ranks == 1 and options.ceilings and "ceilings" not in content:
+            largest = max(files, key=lambda path: path.stat().st_size)
+            content["ceilings"] = {} if options.tiny else measure_copies()
+            content["ceilings"] |= {"read_bytes_s": read_rate(largest, repeats=3)}
+        for found in measure(options, model, loaders):
+            judged, runs = figures(found), written(found, options.ranks)
+            if options.ranks == 1:
+                tensors, n_bytes = len(tensors_of(MODELS[model])), sum(path.stat().st_size for path in files)
+                content["models"][model] = {"bytes": n_bytes, "tensors": tensors, "runs": runs}
+            else:
+                content |= {"files": made, "figures": judged, "runs": runs}
+            report.write(options.out, QUESTION, content, "instanttensor", "fastsafetensors", "safetensors")
         if not options.keep:
-            shutil.rmtree(folder)
-    for each in content["models"].values():
-        for run in (run for found in each["runs"].values() for run in found):
-            run.pop("sums", None)
-    report.write(options.out, QUESTION, content, "instanttensor", "fastsafetensors", "safetensors")
-    print(*(f"{name} {value / 1e9:.1f} GB/s" for name, value in content.get("ceilings", {}).items()), sep=", ")
-    report.table(COLUMNS, rows)
-    return int(any("DIFFER" in row for row in rows) or not rows)
-
-
-# The column `x kvtier` compares with the last of these, inside vLLM and outside of it.
-OURS = ("kvtier", "kvtier-verified", f"{IN_VLLM}kvtier", f"{IN_VLLM}kvtier-stored")
-COLUMNS = ("model", "loader", "s", "min-max", "GB/s", "x kvtier", "CPU s", "host MiB", "sums")
+            shutil.rmtree(options.folder / model)
+        differing = [name for name, one in judged.items() if not one["equal"]]
+        is_equal = is_equal and bool(judged) and not differing
+        print(f"{model}: sums of parameters {f'DIFFER: {differing}' if differing else 'are equal'}", flush=True)
+    report.table(*(loader_rows if options.ranks == 1 else rank_rows)(content))
+    return int(not is_equal)
 
 
 def main() -> int:
+    if sys.argv[1:] and sys.argv[1].startswith("{"):
+        child(json.loads(sys.argv[1]))
     made = parser("weights_rate", __doc__)
-    add_models(made)
-    made.add_argument("--loaders", default=",".join(LOADERS), help="separated by commas")
-    made.add_argument("--wheels", type=Path, help="folder of wheels to import loaders from")
+    made.add_argument("--ranks", type=int, choices=(1, 2), default=1, help="tensor-parallel ranks, a GPU each")
+    made.add_argument("--models", help="separated by commas (default: 8b,0.6b,moe; of two ranks 70b)")
+    made.add_argument("--layers", type=int, help="of the checkpoints (default: the model's)")
+    made.add_argument("--loaders", help="separated by commas (default: all)")
+    made.add_argument("--keep", action="store_true", help="keep the checkpoints for the next run")
     made.add_argument("--no-ceilings", dest="ceilings", action="store_false")
     options = made.parse_args()
-    return child(options) if options.child else run_all(options)
+    options.logs.mkdir(parents=True, exist_ok=True)
+    return run_all(options)
 
 
 if __name__ == "__main__":

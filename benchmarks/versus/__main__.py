@@ -22,13 +22,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, tables
+from benchmarks import report
 from benchmarks.gpu.ceilings import direct_writes, read_rate
 from benchmarks.gpu.setup import EngineSetup, add_timed_engine, check_room, parser
 from benchmarks.gpu.systems import stored_bytes
 from benchmarks.serving.arguments import at_least, numbers
 from benchmarks.versus.contestants import CONTESTANTS, VersusFolder
-from benchmarks.versus.judge import Entries, Runs
+from benchmarks.versus.judge import Entries, Runs, table_rows, verdict
 from benchmarks.versus.turns import Member, in_turns
 
 QUESTION = "kvtier, its peers and the machine's ceilings, side by side"
@@ -257,7 +257,9 @@ def main() -> int:
     comparison = Comparison(options)
     is_good = comparison.run()
     comparison.file.write()
-    print(*tables.versus_of(json.loads(options.out.read_text())), sep="\n")
+    entries = Entries(comparison.file.entries, comparison.token_bytes)
+    report.table(*table_rows(entries))
+    print(verdict(entries.cells()))
     for run in comparison.file.entries:
         if "failed" in run:
             print(f"FAILED: {' '.join(str(run[name]) for name in KEY[:4])}")

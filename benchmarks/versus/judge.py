@@ -13,6 +13,7 @@ from math import floor
 from statistics import mean, median
 from typing import Any
 
+from benchmarks.report import Table, ms, spread
 from benchmarks.versus.contestants import CONTESTANTS
 
 OURS = ("kvtier", "kvtier-k4v4")
@@ -202,3 +203,33 @@ def goals(cells: Cells) -> list[tuple[bool, str]]:
             head = f"{cell.title} from {storage}, {cell.tokens:,} tokens: {floor(100 * ratio) / 100:.2f}x"
             found.append((ratio >= times, f"{head} vLLM's own tiering (goal {times:g}x)"))
     return found
+
+
+def table_rows(entries: Entries) -> Table:
+    """Return columns and rows, one row a storage and length: TTFT of reloads by fresh processes."""
+    cells = entries.cells()
+    systems = [system for system in (*OURS, *PEERS) if any(key[2] == system for key in cells)]
+    lines = []
+    for place, tokens in [(at, length) for at in entries.storages() for length in entries.lengths(at)]:
+        found = [cells.get((place, tokens, system)) for system in systems]
+        raw = cells.get((place, tokens, "kvtier"))
+        share = f"{raw.of_ceiling:.0%}" if raw and raw.of_ceiling else "-"
+        lines.append([place, f"{tokens:,}", *map(ms, entries.bare(tokens)), *map(_text_of, found), share])
+    titles = [CONTESTANTS[system].title for system in systems]
+    return ["storage", "tokens", "computed", "hit in vLLM's cache", *titles, "kvtier / ceiling"], lines
+
+
+def verdict(cells: Cells) -> str:
+    """Return a sentence on goals and losses."""
+    judged = [f"{text}: {'met' if is_met else '**missed**'}" for is_met, text in goals(cells)]
+    behind = [f"{mine.system} to {peer.system} at {mine.tokens:,}" for mine, peer in losses(cells)]
+    slower = f"kvtier is slower than a peer in: {', '.join(behind) or 'no comparison'}."
+    return f"Goals: {'; '.join(judged) or 'none in this run'}. {slower}"
+
+
+def _text_of(cell: VersusCell | None) -> str:
+    if cell is None:
+        return "-"
+    notes = [] if cell.has_loaded else ["**loaded nothing**"]
+    notes += [] if cell.is_whole else [f"hit of {cell.hit_tokens:,}"]
+    return f"{spread(cell.times)}{'; ' if notes else ''}{', '.join(notes)}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.steps_shared import prefix_of
-from benchmarks.gpu.two_engines import MIX, figures, hits_of_the_other, is_good, lost_items, read_rows, row_of, trim
+from benchmarks.gpu.two_engines import MIX, figures, hits_of_the_other, is_good, lost_items, read_rows, table_rows, trim
 
 
 def test_the_list_has_shared_and_private_prefixes() -> None:
@@ -59,7 +59,7 @@ def test_figures_of_a_killed_and_a_failed_request(tmp_path: Path) -> None:
     assert (found["failed"], found["other_hit_tokens"]) == (1, 512)
     assert found["blocks"] == {"equal": 1, "wrong": 1, "unknown": 0}
     assert not is_good("kvtier", found)
-    assert row_of("kvtier", found | {"same_answers": [1, 2]})[7:] == [1, "1/2", 1, 1, 0]
+    assert table_rows({"kvtier": found})[1][0][7:] == ["**1**", "1", "**1**"]
 
 
 def test_the_oldest_files_are_deleted(tmp_path: Path) -> None:
