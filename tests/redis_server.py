@@ -8,14 +8,17 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvtier.config.index import IndexSettings
+from kvtier.index.redis.index import RedisIndex
 from tests.waiting import wait_until
+
+Connect = Callable[..., RedisIndex]
 
 START_TIMEOUT_S = 30.0
 GENEROUS_MS = 10_000.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -45,7 +46,13 @@ def check(index: LmdbIndex, keys: list[bytes]) -> None:
     assert resolved == {member for member in members if member[0] in asked}
 
 
-def join(processes: list[BaseProcess]) -> None:
+def start(work: Callable[..., object], *arguments: object) -> BaseProcess:
+    process = FRESH.Process(target=work, args=arguments)
+    process.start()
+    return process
+
+
+def join(*processes: BaseProcess) -> None:
     deadline = time.monotonic() + PROCESS_TIMEOUT_S
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))

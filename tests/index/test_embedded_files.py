@@ -20,7 +20,7 @@ from kvtier.index.base import Use
 from kvtier.index.lmdb.environment import _READERS_BYTES, RESERVE_BYTES
 from kvtier.index.lmdb.index import LmdbIndex
 
-from index_data import FRESH, check, fill, join, key, record, set_info
+from index_data import check, fill, join, key, record, set_info, start
 
 MAP_BYTES = 16 << 20
 KEYS = [key(number) for number in range(10)]
@@ -48,31 +48,12 @@ def assert_starts_empty(folder: Path, boot_id: str | None = None) -> None:
     index.close()
 
 
-def test_it_survives_being_closed(folder: Path) -> None:
-    open_filled(folder).close()
-    index = LmdbIndex(str(folder), MAP_BYTES)
-    assert len(index.resolve(KEYS)) == 10
-    assert not index.was_reset
-    index.close()
-
-
 def test_only_its_user_may_read_it(folder: Path) -> None:
     folder.mkdir(parents=True, mode=0o755)
     index = open_filled(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
     assert modes == dict.fromkeys(("data.mdb", "lock.mdb", "lock", "boot-id"), 0o600)
-    index.close()
-
-
-def test_a_new_index_wants_a_rebuild_until_one_was_made(folder: Path) -> None:
-    index = LmdbIndex(str(folder), MAP_BYTES)
-    assert index.was_reset
-    index.close()
-    index = LmdbIndex(str(folder), MAP_BYTES)
-    assert index.was_reset, "whoever opened it first may have died before it rebuilt"
-    index.rebuilt(index.loss())
-    assert not index.was_reset
     index.close()
 
 
@@ -106,10 +87,7 @@ def start_after_boot(folder: Path, number: int) -> None:
 
 def test_processes_that_start_at_once_after_a_boot_throw_it_away_once(folder: Path) -> None:
     open_filled(folder, "boot-1").close()
-    processes = [FRESH.Process(target=start_after_boot, args=(folder, number)) for number in range(2, 6)]
-    for process in processes:
-        process.start()
-    join(list(processes))
+    join(*[start(start_after_boot, folder, number) for number in range(2, 6)])
     index = LmdbIndex(str(folder), MAP_BYTES, boot_id="boot-2")
     assert [info.set_id for info in index.sets()] == [2, 3, 4, 5]
     assert index.counts().records == 40
@@ -179,18 +157,6 @@ def test_damage_under_an_open_index_starts_an_empty_one(folder: Path) -> None:
     assert (run.returncode, run.stdout) == (0, "unavailable\n"), run.stderr
 
 
-def test_removing_the_folder_under_an_open_index_starts_an_empty_one(folder: Path) -> None:
-    index = open_filled(folder)
-    shutil.rmtree(folder)
-    assert index.resolve(KEYS) == []
-    assert index.was_reset
-    assert fill(index, 1, range(10)) == 10
-    index.close()
-    reopened = LmdbIndex(str(folder), MAP_BYTES)
-    assert len(reopened.resolve(KEYS)) == 10
-    reopened.close()
-
-
 def replace_index(folder: Path) -> None:
     """What a process does that finds the files broken."""
     for name in ("data.mdb", "lock.mdb"):
@@ -202,9 +168,7 @@ def replace_index(folder: Path) -> None:
 
 def test_a_process_follows_when_another_starts_an_empty_index(folder: Path) -> None:
     index = open_filled(folder)
-    process = FRESH.Process(target=replace_index, args=(folder,))
-    process.start()
-    join([process])
+    join(start(replace_index, folder))
     assert [info.set_id for info in index.sets()] == [2]
     assert index.publish([record(110, 2, 10)]) == 1
     index.close()
@@ -248,9 +212,7 @@ def fill_up_and_evict(folder: Path) -> None:
 
 def test_a_full_disk_stops_publishing_and_not_eviction(folder: Path) -> None:
     """LMDB copies pages to remove, too: without a reserve nobody could make room again."""
-    process = FRESH.Process(target=fill_up_and_evict, args=(folder,))
-    process.start()
-    join([process])
+    join(start(fill_up_and_evict, folder))
 
 
 def test_a_full_disk_ends_no_process_that_opens_it_or_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,9 +267,7 @@ def publish_much(folder: Path) -> None:
 def test_a_process_follows_when_another_grows_the_map(folder: Path) -> None:
     reader = LmdbIndex(str(folder), map_bytes=128 << 10)
     fill(reader, 1, range(100))
-    process = FRESH.Process(target=publish_much, args=(folder,))
-    process.start()
-    join([process])
+    join(start(publish_much, folder))
     assert len(reader.resolve([key(number) for number in range(100)])) == 100
     assert len(reader.resolve([key(number) for number in range(200, 2200)])) == 2000
     assert reader.publish([record(5000, 1, 5000)]) == 1

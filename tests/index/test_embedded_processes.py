@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from kvtier.index.lmdb import index as embedded
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.lmdb.view import View
 
-from index_data import FRESH, PROCESS_TIMEOUT_S, check, fill, join, key, record, set_info, wait_for
+from index_data import PROCESS_TIMEOUT_S, check, fill, join, key, record, set_info, start, wait_for
 
 SHARED_KEYS = range(100)
 
@@ -49,10 +50,7 @@ def publish_all(folder: Path, writer: int, taken_path: Path) -> None:
 
 def test_each_chunk_gets_one_place_however_many_publish_it(tmp_path: Path, index: LmdbIndex, folder: Path) -> None:
     writers = range(1, 5)
-    processes = [FRESH.Process(target=publish_all, args=(folder, one, tmp_path / str(one))) for one in writers]
-    for process in processes:
-        process.start()
-    join(list(processes))
+    join(*[start(publish_all, folder, one, tmp_path / str(one)) for one in writers])
     assert sum(int((tmp_path / str(writer)).read_text()) for writer in writers) == len(SHARED_KEYS) + 4 * 200
     found = index.resolve([key(number) for number in SHARED_KEYS])
     assert len(found) == len(SHARED_KEYS)
@@ -82,16 +80,14 @@ def test_eviction_races_with_publishing(tmp_path: Path, index: LmdbIndex, folder
     """Two processes publish into sets that two others remove and make again; every snapshot is consistent."""
     stop = tmp_path / "stop"
     targets = [(publish_for_ever, 1), (publish_for_ever, 2), (evict_for_ever, 3), (evict_for_ever, 4)]
-    processes = [FRESH.Process(target=target, args=(folder, seed, stop)) for target, seed in targets]
-    for process in processes:
-        process.start()
+    processes = [start(target, folder, seed, stop) for target, seed in targets]
     deadline = time.monotonic() + 3.0
     seen = 0
     while time.monotonic() < (deadline if seen else deadline + 30.0):  # processes start late on a busy machine
         seen += index.counts().records
         index.resolve([key(number) for number in range(300)])
     stop.touch()
-    join(list(processes))
+    join(*processes)
     assert seen > 0
     check(index, [key(number) for number in range(300)])
 
@@ -136,10 +132,7 @@ def hold_leases(folder: Path, owner: str, log_path: Path) -> None:
 
 def test_a_lease_has_one_winner_among_processes(tmp_path: Path, index: LmdbIndex, folder: Path) -> None:
     logs = [tmp_path / f"log-{number}" for number in range(4)]
-    processes = [FRESH.Process(target=hold_leases, args=(folder, log.name, log)) for log in logs]
-    for process in processes:
-        process.start()
-    join(list(processes))
+    join(*[start(hold_leases, folder, log.name, log) for log in logs])
     held = [line.split() for log in logs for line in log.read_text().splitlines()]
     holdings = sorted((int(token), float(begin_s), float(end_s)) for token, begin_s, end_s in held)
     assert [token for token, _, _ in holdings] == list(range(1, 121)), "each new owner gets the next token"
@@ -159,12 +152,18 @@ def write_and_hang(folder: Path, ready: Path) -> None:
     index._shared.write(work)
 
 
-def test_a_killed_writer_blocks_nobody(tmp_path: Path, index: LmdbIndex, folder: Path) -> None:
-    process = FRESH.Process(target=write_and_hang, args=(folder, tmp_path / "ready"))
-    process.start()
-    wait_for(tmp_path / "ready")
+def hanging_writer(folder: Path, sent: signal.Signals) -> BaseProcess:
+    """Return a process that has received the signal in the middle of a transaction."""
+    ready = folder.with_name("ready")
+    process = start(write_and_hang, folder, ready)
+    wait_for(ready)
     assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
+    os.kill(process.pid, sent)
+    return process
+
+
+def test_a_killed_writer_blocks_nobody(index: LmdbIndex, folder: Path) -> None:
+    process = hanging_writer(folder, signal.SIGKILL)
     begin_s = time.monotonic()
     assert fill(index, 1, range(10)) == 10
     assert time.monotonic() - begin_s < PROCESS_TIMEOUT_S / 2
@@ -172,21 +171,17 @@ def test_a_killed_writer_blocks_nobody(tmp_path: Path, index: LmdbIndex, folder:
     process.join()
 
 
-def test_a_stopped_writer_costs_the_timeout_and_no_read(tmp_path: Path, folder: Path) -> None:
+def test_a_stopped_writer_costs_the_timeout_and_no_read(folder: Path) -> None:
     """LMDB's own mutex would wait for ever (I10)."""
     index = LmdbIndex(str(folder), map_bytes=64 << 20, timeout_s=0.3)
     fill(index, 1, range(10))
-    process = FRESH.Process(target=write_and_hang, args=(folder, tmp_path / "ready"))
-    process.start()
-    wait_for(tmp_path / "ready")
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
+    process = hanging_writer(folder, signal.SIGSTOP)
     begin_s = time.monotonic()
     with pytest.raises(IndexUnavailable, match="another process"):
         index.publish([record(11, 1, 11)])
     assert 0.2 < time.monotonic() - begin_s < PROCESS_TIMEOUT_S / 2
     assert len(index.resolve([key(number) for number in range(10)])) == 10
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.join()
     assert index.publish([record(11, 1, 11)]) == 1
     index.close()
@@ -199,9 +194,8 @@ def test_writers_killed_at_random_moments_leave_a_consistent_index(
     for set_id in range(6):
         index.create_set(set_info(set_id))
     for seed in range(4):
-        process = FRESH.Process(target=publish_for_ever, args=(folder, 10 + seed, tmp_path / "never"))
         before = index.counts().records
-        process.start()
+        process = start(publish_for_ever, folder, 10 + seed, tmp_path / "never")
         deadline = time.monotonic() + PROCESS_TIMEOUT_S
         while index.counts().records == before and time.monotonic() < deadline:
             index.remove_set(rng.randrange(6))

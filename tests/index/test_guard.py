@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +15,7 @@ from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
+from tests.waiting import wait_until
 
 from index_data import key, record, set_info
 
@@ -207,24 +207,14 @@ def test_what_is_read_from_files_does_not_wait() -> None:
     assert scene.guard.n_waiting == 0
 
 
-def test_closing_sends_what_waits() -> None:
+@pytest.mark.parametrize("sender", ["closing", "a thread of its own"])
+def test_what_waits_is_sent_without_a_tick(sender: str) -> None:
     scene = Scene()
     scene.fail(1)
     scene.guard.publish([record(0, 1, 0)])
     scene.index.is_down = False
+    if sender != "closing":
+        scene.guard.start()
+        wait_until(lambda: not scene.guard.n_waiting)
     scene.guard.close()
     assert len(scene.index.resolve([key(0)])) == 1
-
-
-def test_a_thread_of_its_own_sends_what_waits() -> None:
-    scene = Scene()
-    scene.fail(1)
-    scene.guard.publish([record(0, 1, 0)])
-    scene.index.is_down = False
-    scene.guard.start()
-    deadline = 400
-    while scene.guard.n_waiting and deadline:
-        deadline -= 1
-        time.sleep(0.01)
-    assert scene.guard.n_waiting == 0
-    scene.guard.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvtier.index.base import EVICT_LEASE, UNOWNED, IndexCounts
 from kvtier.index.redis.index import RedisIndex
 from kvtier.index.redis.wire import Request, Wire
 from tests.redis_server import (
+    Connect,
     Server,
     cluster,
     cluster_url,
@@ -37,12 +38,6 @@ pytestmark = has_redis
 
 N_CHUNKS = 391
 SLOW_MS = 150.0
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with standalone(tmp_path_factory.mktemp("redis")) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -104,20 +99,8 @@ def test_a_prompt_is_one_round_trip_to_each_of_three_masters(tmp_path: Path) -> 
 # --- a shard that lost its memory ---
 
 
-def test_an_emptied_redis_is_noticed_on_a_live_connection(server: Server) -> None:
-    index = RedisIndex(index_settings(server.url, own_prefix()))
-    index.bind("a root")
-    assert index.was_reset and index.was_reset
-    index.rebuilt(index.loss())
-    assert not index.was_reset
-    server.cli("flushall")
-    assert index.was_reset
-    index.close()
-
-
-def test_who_rebuilds_an_index_that_is_emptied_meanwhile_has_not_rebuilt_it(server: Server) -> None:
-    settings = index_settings(server.url, own_prefix())
-    index, other = RedisIndex(settings), RedisIndex(settings)
+def test_who_rebuilds_an_index_that_is_emptied_meanwhile_has_not_rebuilt_it(server: Server, connect: Connect) -> None:
+    index, other = connect(), connect()
     loss = index.loss()
     server.cli("flushall")
     assert other.was_reset, "which marks it for another"
@@ -126,8 +109,6 @@ def test_who_rebuilds_an_index_that_is_emptied_meanwhile_has_not_rebuilt_it(serv
     assert index.was_reset and other.was_reset
     other.rebuilt(other.loss())
     assert not index.was_reset
-    index.close()
-    other.close()
 
 
 def test_one_emptied_shard_of_three_is_noticed_and_made_whole_again(masters: list[Server]) -> None:
@@ -165,14 +146,15 @@ def test_a_paused_redis_costs_a_lookup_its_deadline_and_no_more(tmp_path: Path) 
         fill(patient, keys(5))
         wait_until(lambda: answers(index), "a connection")
         server.pause()
-        took_s = []
-        for _ in range(4):  # on the connection that there is, then on new ones
+
+        def deadlines() -> float:
             began = time.monotonic()
             with pytest.raises(IndexUnavailable):
                 index.resolve(keys(5))
-            took_s.append(time.monotonic() - began)
-        assert min(took_s) >= 0.9 * SLOW_MS / 1000
-        assert max(took_s) < 5 and min(took_s[1:]) < SLOW_MS / 1000 + 0.1, "one deadline; a busy machine adds to some"
+            return (time.monotonic() - began) / (SLOW_MS / 1000)
+
+        assert deadlines() >= 0.9, "on the connection that there is"
+        wait_until(lambda: 0.9 <= deadlines() < 2, "a lookup on a new one that costs one; a busy machine adds to some")
         server.go_on()
         wait_until(lambda: n_found(index, keys(5)) == 5, "the index again")
         patient.close()
@@ -227,18 +209,8 @@ def test_a_slot_that_moves_is_followed(tmp_path: Path) -> None:
         wanted = keys(200)
         fill(index, wanted)
         ids = [one.cli("cluster", "myid") for one in servers]
-        servers[0].cli(
-            "--cluster",
-            "reshard",
-            f"127.0.0.1:{servers[0].port}",
-            "--cluster-from",
-            ids[0],
-            "--cluster-to",
-            ids[1],
-            "--cluster-slots",
-            "3000",
-            "--cluster-yes",
-        )
+        moves = f"--cluster-from {ids[0]} --cluster-to {ids[1]} --cluster-slots 3000 --cluster-yes"
+        servers[0].cli("--cluster", "reshard", f"127.0.0.1:{servers[0].port}", *moves.split())
         assert len(index.resolve(wanted)) == 200
         assert index.remove_set(1) == 200
         assert index.counts() == IndexCounts(0, 0, 0, 0)
@@ -251,8 +223,7 @@ def test_a_node_of_a_cluster_that_is_silent_is_passed_over(masters: list[Server]
         silent.pause()
         index = RedisIndex(index_settings(cluster_url([silent, masters[1]]), own_prefix(), reply_timeout_ms=1500.0))
         for _ in range(2):
-            began = time.monotonic()
-            assert index.resolve(keys(10)) == [] and time.monotonic() - began < 5
+            assert index.resolve(keys(10)) == []
         silent.go_on()
         index.close()
 
@@ -305,11 +276,13 @@ def dies_after(index: RedisIndex, batches: int) -> None:
     index._caller._wire = DyingWire(index._wire, batches)  # type: ignore[assignment]
 
 
-def test_an_evictor_that_dies_at_any_step_leaves_a_set_that_the_next_one_removes(server: Server) -> None:
+def test_an_evictor_that_dies_at_any_step_leaves_a_set_that_the_next_one_removes(
+    server: Server, connect: Connect
+) -> None:
     steps = 0
     while True:
-        settings = index_settings(server.url, own_prefix())
-        index, other = RedisIndex(settings), RedisIndex(settings)
+        prefix = own_prefix()
+        index, other = connect(prefix=prefix), connect(prefix=prefix)
         fill(index, keys(10))
         other.create_set(set_info(2))
         token = index.acquire_lease(EVICT_LEASE, "a", 0.0, 1.0)
@@ -326,16 +299,16 @@ def test_an_evictor_that_dies_at_any_step_leaves_a_set_that_the_next_one_removes
         for set_id in left:
             other.remove_set(set_id, next_token)
         assert other.counts() == IndexCounts(0, 0, 0, 0)
-        names = server.cli("--raw", "keys", f"{settings.prefix}:*").split()
+        names = server.cli("--raw", "keys", f"{prefix}:*").split()
         assert all(name.endswith((":e", ":leases", ":bytes", ":meta")) for name in names), "no list, no entry is left"
     assert steps >= 6
 
 
-def test_a_publisher_that_dies_at_any_step_leaves_what_the_set_goes_with(server: Server) -> None:
+def test_a_publisher_that_dies_at_any_step_leaves_what_the_set_goes_with(connect: Connect) -> None:
     steps = 0
     while True:
-        settings = index_settings(server.url, own_prefix())
-        index, other = RedisIndex(settings), RedisIndex(settings)
+        prefix = own_prefix()
+        index, other = connect(prefix=prefix), connect(prefix=prefix)
         index.create_set(set_info(1))
         dies_after(index, steps)
         try:
@@ -350,44 +323,36 @@ def test_a_publisher_that_dies_at_any_step_leaves_what_the_set_goes_with(server:
     assert steps == 3
 
 
-@pytest.mark.parametrize("batches", [1, 2])
-def test_what_is_published_beside_an_eviction_is_taken_back(server: Server, batches: int) -> None:
-    """The set goes after the publisher's first, or its second step."""
-    settings = index_settings(server.url, own_prefix())
-    index, other = RedisIndex(settings), RedisIndex(settings)
-    index.create_set(set_info(1))
+def act_before_batch(index: RedisIndex, number: int, act: Callable[[], object]) -> None:
+    """Act between two of the index's batches."""
     run, count = index._caller._wire.run, 0
 
     class Beside:
         def run(self, requests: Sequence[Request]) -> list[Any]:
             nonlocal count
-            if count == batches:
-                other.remove_set(1)
+            if count == number:
+                act()
             count += 1
             return run(requests)
 
     index._caller._wire = Beside()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_what_is_published_beside_an_eviction_is_taken_back(server: Server, connect: Connect, batches: int) -> None:
+    """The set goes after the publisher's first, or its second step."""
+    index, other = connect(), connect()
+    index.create_set(set_info(1))
+    act_before_batch(index, batches, lambda: other.remove_set(1))
     assert index.publish([record(number, 1, number) for number in range(10)]) == 0
     assert other.counts() == IndexCounts(0, 0, 0, 0) and list(other.entries()) == []
-    assert server.cli("--raw", "exists", f"{settings.prefix}:{{{1:016x}}}") == "0"
+    assert server.cli("--raw", "exists", f"kvtier:{{{1:016x}}}") == "0"
 
 
-def test_what_is_published_beside_a_taking_over_is_taken_back(server: Server) -> None:
-    settings = index_settings(server.url, own_prefix())
-    index, other = RedisIndex(settings), RedisIndex(settings)
+def test_what_is_published_beside_a_taking_over_is_taken_back(connect: Connect) -> None:
+    index, other = connect(), connect()
     fill(index, [key(0)])
-    run, count = index._caller._wire.run, 0
-
-    class Beside:
-        def run(self, requests: Sequence[Request]) -> list[Any]:
-            nonlocal count
-            if count == 1:
-                other.take_over(1)
-                assert [one for one, _ in other.members(1)] == [key(0)]
-            count += 1
-            return run(requests)
-
-    index._caller._wire = Beside()  # type: ignore[assignment]
+    act_before_batch(index, 1, lambda: other.take_over(1))
     assert index.publish([record(0, 1, 0), record(7, 1, 7)]) == 0
     assert [one for one, _ in other.members(1)] == [key(0)], "what was visible before stays"
     assert other.resolve([key(7)]) == []
@@ -404,12 +369,11 @@ def refusal(settings: IndexSettings) -> ConfigError:
     return caught.value
 
 
-def test_another_roots_index_is_refused(server: Server) -> None:
-    settings = index_settings(server.url, own_prefix())
-    RedisIndex(settings).bind("a root")
-    RedisIndex(settings).bind("a root")
+def test_another_roots_index_is_refused(connect: Connect) -> None:
+    for _ in range(2):
+        connect().bind("a root")
     with pytest.raises(ConfigError, match="index.prefix") as caught:
-        RedisIndex(settings).bind("another root")
+        connect().bind("another root")
     assert "prefix of its own" in caught.value.fix
 
 

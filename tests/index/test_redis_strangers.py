@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import redis
@@ -13,7 +11,7 @@ import redis
 from kvtier.errors import IndexUnavailable
 from kvtier.index.base import EVICT_LEASE, IndexCounts, Use
 from kvtier.index.redis.index import RedisIndex
-from tests.redis_server import Server, has_redis, index_settings, standalone
+from tests.redis_server import Connect, Server, has_redis
 
 from index_data import key, record, set_info
 
@@ -22,27 +20,21 @@ pytestmark = has_redis
 SHARED = "kvtier:{kvtier}:"
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    with standalone(tmp_path / "redis") as server:
-        yield server
-
-
 def put(server: Server, name: str, field: bytes, value: bytes) -> None:
     with redis.Redis.from_url(server.url) as client:
         client.hset(name, field, value)  # type: ignore[arg-type]
 
 
-def opened(server: Server, root_id: str = "a root") -> RedisIndex:
-    index = RedisIndex(index_settings(server.url))
-    index.bind(root_id)
+@pytest.fixture
+def index(connect: Connect) -> RedisIndex:
+    index = connect()
+    index.bind("a root")
     return index
 
 
 @pytest.mark.parametrize("field", [b"odd", struct.pack(">Q", 7)], ids=["of no set", "of a set"])
 @pytest.mark.parametrize("value", [b"", b"x", bytes(50) + b"\xff", bytes(51) + b"\xff", b"\0" + b"\xff" * 60])
-def test_a_field_that_is_no_set_hides_no_other(server: Server, field: bytes, value: bytes) -> None:
-    index = opened(server)
+def test_a_field_that_is_no_set_hides_no_other(server: Server, index: RedisIndex, field: bytes, value: bytes) -> None:
     assert index.create_set(set_info(1)) and index.publish([record(1, 1, 0)]) == 1
     put(server, SHARED + "sets", field, value)
     assert [info.set_id for info in index.sets()] == [1]
@@ -53,46 +45,41 @@ def test_a_field_that_is_no_set_hides_no_other(server: Server, field: bytes, val
     index.remove_set(7)
     assert index.create_set(set_info(2)) and index.remove_set(2) == 0
     assert index.some_sets([1])[0].uses == 1 and index.resolve([key(1)])
-    index.close()
 
 
 @pytest.mark.parametrize("value", [b"", b"x", struct.pack("<Qd", 3, math.inf) + b"\xff"])
-def test_a_damaged_lease_is_nobodys(server: Server, value: bytes) -> None:
-    index = opened(server)
+def test_a_damaged_lease_is_nobodys(server: Server, index: RedisIndex, value: bytes) -> None:
     put(server, SHARED + "leases", EVICT_LEASE.encode(), value)
     assert index.lease_owner(EVICT_LEASE, 10.0) is None
     token = index.acquire_lease(EVICT_LEASE, "me", 10.0, 5.0)
     assert token is not None and index.lease_owner(EVICT_LEASE, 10.0) == "me"
     assert index.create_set(set_info(1)) and index.remove_set(1, token) == 0 and not index.sets()
-    index.close()
 
 
-def test_what_is_no_note_is_forgotten(server: Server) -> None:
-    index = opened(server)
+def test_what_is_no_note_is_forgotten(server: Server, index: RedisIndex) -> None:
     index.put_note("pin/mine", b"it", None)
     for name, value in ((b"pin/short", b"x"), (b"pin/none", b""), (b"\xff", struct.pack("<d", math.inf))):
         put(server, SHARED + "notes", name, value)
     for _ in range(2):
         assert index.notes("", 10.0) == {"pin/mine": b"it"}
-    index.close()
 
 
-def test_a_sum_that_is_no_number_is_said(server: Server) -> None:
-    index = opened(server)
+def test_a_sum_that_is_no_number_is_said(server: Server, index: RedisIndex) -> None:
     server.cli("set", SHARED + "bytes", "abc")
     with pytest.raises(IndexUnavailable, match="is no number"):
         index.counts()
-    index.close()
 
 
-def test_an_emptied_redis_that_became_another_roots_is_left_alone(server: Server) -> None:
+def test_an_emptied_redis_that_became_another_roots_is_left_alone(
+    server: Server, index: RedisIndex, connect: Connect
+) -> None:
     """Both roots were given the same prefix. What this one would sweep or evict there is the other's."""
-    ours = opened(server)
+    ours, theirs = index, connect()
     assert ours.was_reset
     ours.rebuilt(ours.loss())
     assert not ours.was_reset and ours.create_set(set_info(1)) and ours.publish([record(1, 1, 0)]) == 1
     server.cli("flushall")
-    theirs = opened(server, "another root")
+    theirs.bind("another root")
     assert theirs.was_reset
     theirs.rebuilt(theirs.loss())
     assert theirs.create_set(set_info(2)) and theirs.publish([record(1, 2, 0)]) == 1
@@ -104,28 +91,21 @@ def test_an_emptied_redis_that_became_another_roots_is_left_alone(server: Server
     assert [info.set_id for info in theirs.sets()] == [2] and theirs.resolve([key(1)])
     server.cli("flushall")
     assert ours.was_reset and ours.create_set(set_info(3)), "it is free again"
-    ours.close()
-    theirs.close()
 
 
-def test_an_emptied_redis_that_another_root_takes_first(server: Server) -> None:
+def test_an_emptied_redis_that_another_root_takes_first(server: Server, index: RedisIndex, connect: Connect) -> None:
     """It was asked to say again whose it is, and by then it was another's."""
-    ours, theirs = opened(server), RedisIndex(index_settings(server.url))
     server.cli("flushall")
-    theirs.bind("another root")
-    for _ in range(2):
+    connect().bind("another root")
+    for ask in (lambda: index.was_reset, lambda: index.was_reset, index.sets):
         with pytest.raises(IndexUnavailable, match="another root"):
-            _ = ours.was_reset
-    with pytest.raises(IndexUnavailable, match="another root"):
-        ours.sets()
-    ours.close()
-    theirs.close()
+            ask()
 
 
 @pytest.mark.parametrize("more", ["e", "e:a", "e:ab", "e:" + "a" * 14, "e:e"])
-def test_an_index_whose_prefix_goes_on_where_another_ends_is_left_alone(server: Server, more: str) -> None:
+def test_an_index_whose_prefix_goes_on_where_another_ends_is_left_alone(connect: Connect, more: str) -> None:
     """Names of its keys look as if they were those of the other's entries; clearing that one took them along."""
-    outer, inner = (RedisIndex(index_settings(server.url, prefix)) for prefix in ("x", f"x:{more}"))
+    outer, inner = (connect(prefix=prefix) for prefix in ("x", f"x:{more}"))
     for number, index in enumerate((outer, inner)):
         index.bind(f"root {number}")
         index.rebuilt(index.loss())
@@ -140,5 +120,3 @@ def test_an_index_whose_prefix_goes_on_where_another_ends_is_left_alone(server: 
     assert inner.lease_owner(EVICT_LEASE, 10.0) == "me" and inner.notes("", 10.0) == {"pin/mine": b"it"}
     inner.clear()
     assert inner.counts() == IndexCounts(0, 0, 0, 0)
-    outer.close()
-    inner.close()

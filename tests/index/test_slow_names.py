@@ -22,7 +22,6 @@ from tests.redis_server import has_redis, index_settings, standalone
 from index_data import key
 
 HANGS_S = 20.0
-BUSY_S = 1.0  # what a busy machine may add
 
 
 @pytest.fixture
@@ -57,7 +56,7 @@ def test_lookups_do_not_wait_for_a_name_server(hanging: threading.Event, url: st
     for number in range(LOOKUP_THREADS + 2):  # also when all threads hang
         began = time.monotonic()
         assert lookups.resolve([key(number)], str(number)) is None
-        assert time.monotonic() - began < BUSY_S
+        assert time.monotonic() - began < HANGS_S / 2
     hanging.set()
     deadline_s, found = time.monotonic() + HANGS_S, None
     while found is None and time.monotonic() < deadline_s:

@@ -1,0 +1,39 @@
+"""One Redis for the tests of a file, and indexes in it that end with their test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvtier.index.redis.index import RedisIndex
+from tests.redis_server import Connect, Server, index_settings, standalone
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with standalone(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: Server) -> Iterator[Server]:
+    """Empty, and its default user may do anything again."""
+    running.cli("flushall")
+    running.cli("acl", "setuser", "default", "reset", "on", "nopass", "~*", "&*", "+@all")
+    yield running
+
+
+@pytest.fixture
+def connect(server: Server) -> Iterator[Connect]:
+    """Open an index of the server, with a prefix and a clock of its own where they are given."""
+    with ExitStack() as stack:
+
+        def connected(clock: Callable[[], float] = time.time, prefix: str = "kvtier") -> RedisIndex:
+            index = RedisIndex(index_settings(server.url, prefix), clock)
+            stack.callback(index.close)
+            return index
+
+        yield connected
