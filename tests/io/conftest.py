@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvtier.io.ring import Ring
-from kvtier.storage.filesystem import IN_MEMORY, file_system_of
 
 from cuda_double import CudaDouble, build
+from hang import HungRead
 from records import PIECE_BYTES, open_file
-
-SHM = Path("/dev/shm")
 
 
 @pytest.fixture(name="ring")
@@ -24,25 +21,21 @@ def _ring() -> Iterator[Ring]:
         yield ring
 
 
-@pytest.fixture(name="tmpfs")
-def _tmpfs() -> Iterator[Path | None]:
-    """A folder of a file system in memory; None: there is none."""
-    if not SHM.is_dir() or file_system_of(SHM).kind not in IN_MEMORY or not os.access(SHM, os.W_OK):
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="kvtier-test-", dir=SHM) as folder:
-        yield Path(folder)
-
-
-@pytest.fixture(name="fd", params=["direct", "buffered", "in memory"])
-def _fd(request: pytest.FixtureRequest, tmp_path: Path, tmpfs: Path | None) -> Iterator[int]:
-    if request.param == "in memory":
-        if tmpfs is None:
-            pytest.skip("no file system in memory here")
-        (tmp_path / "segment").symlink_to(tmpfs / "segment")
+@pytest.fixture(name="fd", params=["direct", "buffered"])
+def _fd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
     fd = open_file(tmp_path / "segment", request.param == "direct")
     yield fd
     os.close(fd)
+
+
+def _released() -> Iterator[HungRead]:
+    hung = HungRead()
+    yield hung
+    hung.release()
+
+
+hung = pytest.fixture(_released, name="hung")
+second_hung = pytest.fixture(_released, name="second_hung")
 
 
 @pytest.fixture(name="fake_driver", scope="session")

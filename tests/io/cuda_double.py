@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.io.native import library
+from tests.waiting import wait_until
 
 from records import TIMEOUT_S
 
@@ -59,6 +60,7 @@ class CudaDouble:
             "failures_left",
             "copies",
             "copying",
+            "events_reached",
             "contexts_of_thread",
             "capture_mode_of_thread",
         ):
@@ -92,6 +94,10 @@ class CudaDouble:
         """Ended so far."""
         return int(self._lib.fake_copies())
 
+    def events_reached(self) -> int:
+        """Records of events that their streams have come to so far."""
+        return int(self._lib.fake_events_reached())
+
     def contexts_of_thread(self) -> int:
         return int(self._lib.fake_contexts_of_thread())
 
@@ -123,10 +129,7 @@ class CudaDouble:
         return int(self._lib.fake_copying())
 
     def wait_until_copying(self, n_copies: int) -> None:
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while self.copying() != n_copies:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.001)
+        wait_until(lambda: self.copying() == n_copies, f"{n_copies} copies under way")
 
     def failures_left(self) -> int:
         """Return how many failures that `fail` asked for are left."""

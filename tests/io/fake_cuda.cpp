@@ -47,7 +47,7 @@ struct World {
   std::condition_variable changed;
   std::map<uintptr_t, size_t> registered;
   std::vector<std::pair<uintptr_t, uintptr_t>> copying;  // sources of copies that have not ended
-  int64_t streams = 0, events = 0, contexts = 0, copies = 0, faults = 0, delay_us = 0;
+  int64_t streams = 0, events = 0, contexts = 0, copies = 0, reached = 0, faults = 0, delay_us = 0;
   bool gate_closed = false, capturing = false;
   std::string failing;  // names of the calls that fail
   int64_t calls_before = 0, failures = 0;
@@ -109,7 +109,10 @@ void run(Stream* stream) {
       stream->busy = false;
     }
     // Who sees the event must find the stream idle, too: the lock was kept since the task left the queue.
-    if (task.event != nullptr) task.event->reached = task.number;
+    if (task.event != nullptr) {
+      task.event->reached = task.number;
+      w.reached++;
+    }
     w.changed.notify_all();
   }
 }
@@ -154,6 +157,11 @@ EXPORT int64_t fake_faults() {
 EXPORT int64_t fake_copies() {
   std::lock_guard<std::mutex> lock(world().mutex);
   return world().copies;
+}
+
+EXPORT int64_t fake_events_reached() {
+  std::lock_guard<std::mutex> lock(world().mutex);
+  return world().reached;
 }
 
 EXPORT int64_t fake_failures_left() {

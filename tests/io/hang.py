@@ -11,7 +11,9 @@ import select
 import pytest
 
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.io.ring import AlignedBuffer, ReadOp, WriteOp
+from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring, WriteOp
+
+from records import TIMEOUT_S
 
 _SYSCALL = {"x86_64": 323, "aarch64": 282}
 _API = (0xAA, 0, 0)  # struct uffdio_api: api, features, ioctls
@@ -52,3 +54,10 @@ class HungRead:
         if self._faults >= 0:
             os.close(self._faults)
             self._faults = -1
+
+
+def blocked(ring: Ring, hung: HungRead) -> Batch:
+    """A batch in which the single thread of `ring` hangs."""
+    batch = ring.submit([hung.op])
+    hung.wait_until_hanging(TIMEOUT_S)
+    return batch

@@ -33,20 +33,13 @@ def test_memory_is_registered_until_unpinned(cuda: CudaDouble) -> None:
         cuda_driver.unpin(buffer.address)
 
 
-def test_the_callers_device_stays_current(cuda: CudaDouble) -> None:
-    buffer = AlignedBuffer(N_BYTES)
-    cuda_driver.pin(buffer.address, N_BYTES, 0)
-    cuda_driver.unpin(buffer.address)
-    assert cuda.contexts_of_thread() == 0
-
-
 def test_pinning_does_not_spoil_a_capture(cuda: CudaDouble) -> None:
-    """The engine records CUDA graphs while the host arena is pinned; and the thread's own mode is not changed."""
+    """The engine records CUDA graphs while the host arena is pinned; the thread's own mode and device stay."""
     buffer = AlignedBuffer(N_BYTES)
     cuda.capture(True)
     cuda_driver.pin(buffer.address, N_BYTES, 0)
     cuda_driver.unpin(buffer.address)
-    assert cuda.capture_mode_of_thread() == 0
+    assert (cuda.capture_mode_of_thread(), cuda.contexts_of_thread()) == (0, 0)
 
 
 def test_a_thread_of_ours_is_relaxed_for_good(cuda: CudaDouble) -> None:

@@ -11,6 +11,7 @@ import pytest
 from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.ring import AlignedBuffer, DeviceRing, OpResult, ReadOp, Ring, WriteOp
+from tests.waiting import wait_until
 
 from cuda_double import CudaDouble
 from hang import HungRead
@@ -43,8 +44,16 @@ def holds(target: AlignedBuffer, record: Record) -> bool:
     return bytes(target.view[: len(record.slabs)]) == record.slabs
 
 
-@pytest.mark.parametrize(("slab_bytes", "n_slabs"), [(PAGE_BYTES, 1), (5 * PAGE_BYTES, 7), (40 * PAGE_BYTES, 3)])
-@pytest.mark.parametrize(("threads", "slots", "piece_pages"), [(1, 1, 1), (1, 2, 4), (3, 2, 16), (4, 3, 1024)])
+@pytest.mark.parametrize(
+    ("slab_bytes", "n_slabs", "threads", "slots", "piece_pages"),
+    [
+        (PAGE_BYTES, 1, 1, 1, 1),
+        (5 * PAGE_BYTES, 7, 1, 2, 4),
+        (5 * PAGE_BYTES, 7, 4, 3, 1024),
+        (40 * PAGE_BYTES, 3, 1, 1, 1),
+        (40 * PAGE_BYTES, 3, 3, 2, 16),
+    ],
+)
 def test_all_bytes_land(
     cuda: CudaDouble, fd: int, slab_bytes: int, n_slabs: int, threads: int, slots: int, piece_pages: int
 ) -> None:
@@ -89,7 +98,7 @@ def test_a_landed_read_is_not_kept_back_by_the_next(cuda: CudaDouble, fd: int) -
     (record,) = stored(fd, 1, PAGE_BYTES, 4)
     (target,) = targets_of([record])
     first, second, third = hung = [HungRead() for _ in range(3)]
-    before = cuda.copies()
+    before = cuda.events_reached()
     with Ring(1, PIECE_BYTES, device=DEVICE) as ring:
         ring.submit([first.op])
         first.wait_until_hanging(TIMEOUT_S)
@@ -97,9 +106,7 @@ def test_a_landed_read_is_not_kept_back_by_the_next(cuda: CudaDouble, fd: int) -
         others = [ring.submit([read.op]) for read in hung[1:]]
         first.release()
         second.wait_until_hanging(TIMEOUT_S)
-        while cuda.copies() == before:
-            time.sleep(0.001)
-        time.sleep(0.05)  # the event comes a moment after the copy
+        wait_until(lambda: cuda.events_reached() > before, "the copy's event")
         second.release()
         third.wait_until_hanging(TIMEOUT_S)
         assert batch.wait(0.0) and holds(target, record)
@@ -269,9 +276,7 @@ def test_close_leaves_copies_behind_that_do_not_end(cuda: CudaDouble, fd: int) -
     cuda.close_gate()
     batch = ring.submit(device_ops(records, fd, targets))
     cuda.wait_until_copying(4)
-    started = time.monotonic()
     assert ring.close(0.1) is False
-    assert time.monotonic() - started < 2
     assert not batch.wait(0.0) and cuda.outstanding() > before
     cuda.open_gate()
     for target, record, result in zip(targets, records, finished(batch), strict=True):

@@ -56,6 +56,13 @@ def reader_of(kvikio: FakeKvikio, target: AlignedBuffer, threads: int = 2) -> Kv
     return KvikioReader((target.address, target.n_bytes), KvikioSizes(threads, PIECE), load=lambda: kvikio)
 
 
+def gated(kvikio: FakeKvikio) -> threading.Event:
+    """Have no read go on before this is set."""
+    release = threading.Event()
+    kvikio.before = lambda offset: None if release.wait(TIMEOUT_S) else 0
+    return release
+
+
 def content(path: Path, n_bytes: int) -> bytes:
     path.write_bytes(os.urandom(n_bytes))
     return path.read_bytes()
@@ -121,8 +128,7 @@ def test_evicted_files_are_let_go(
 ) -> None:
     path = tmp_path / "segment"
     content(path, SLAB * SLABS)
-    release = threading.Event()
-    kvikio.before = lambda offset: None if release.wait(TIMEOUT_S) else 0
+    release = gated(kvikio)
     with path.open("rb") as file:
         batch = reader.submit([op_of(file.fileno(), target)])
         reader.files.forget(file.fileno())  # its set was removed; the file may still have a name, as on NFS
@@ -139,8 +145,7 @@ def test_a_file_is_opened_anew_when_its_bytes_may_be_stale(
 ) -> None:
     path = tmp_path / "segment"
     content(path, SLAB * SLABS)
-    release = threading.Event()
-    kvikio.before = lambda offset: None if release.wait(TIMEOUT_S) else 0
+    release = gated(kvikio)
     with path.open("rb") as file, path.open("rb") as anew:
         first = reader.submit([op_of(file.fileno(), target)])
         reader.files.reopen(anew.fileno())
@@ -267,8 +272,7 @@ def test_failed_operation_ends_only_when_nothing_can_land_any_more(
 def test_cancel_drops_what_waits(
     kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, tmp_path: Path
 ) -> None:
-    release = threading.Event()
-    kvikio.before = lambda offset: None if release.wait(TIMEOUT_S) else 0
+    release = gated(kvikio)
     content(tmp_path / "segment", 8 * SLAB * SLABS)
     with (tmp_path / "segment").open("rb") as file:
         batch = reader.submit([op_of(file.fileno(), target, i, i * SLAB * SLABS) for i in range(8)])
@@ -295,8 +299,7 @@ def test_a_batch_that_nobody_waits_for_holds_up_no_other(
 
 def test_close_leaves_hanging_reads_their_files(kvikio: FakeKvikio, target: AlignedBuffer, tmp_path: Path) -> None:
     reader = reader_of(kvikio, target)
-    release = threading.Event()
-    kvikio.before = lambda offset: None if release.wait(TIMEOUT_S) else 0
+    release = gated(kvikio)
     content(tmp_path / "segment", SLAB * SLABS)
     with (tmp_path / "segment").open("rb") as file:
         reader.submit([op_of(file.fileno(), target)])

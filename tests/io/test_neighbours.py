@@ -7,7 +7,6 @@ import errno
 import mmap
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,10 @@ from hypothesis import strategies as st
 from kvtier.format.checksum import slab_checksum, slab_seed
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.native import reads_issued
-from kvtier.io.ring import AlignedBuffer, Batch, DeviceRing, ReadOp, Ring
+from kvtier.io.ring import AlignedBuffer, DeviceRing, ReadOp, Ring
 
 from cuda_double import CudaDouble
-from hang import HungRead
+from hang import HungRead, blocked
 from records import TIMEOUT_S, finished, open_file
 
 FILE_PAGES = 320
@@ -29,13 +28,6 @@ CONTENT = random.Random(1).randbytes(FILE_PAGES * PAGE_BYTES)
 LARGE_PIECE_BYTES = 4 << 20
 GAP_PAGES_MAX = 16
 KEY, HEAD, LAYER = bytes(range(16)), 3, 5
-
-
-@pytest.fixture(name="hung")
-def _hung() -> Iterator[HungRead]:
-    hung = HungRead()
-    yield hung
-    hung.release()
 
 
 @pytest.fixture(name="full")
@@ -75,12 +67,6 @@ def sums_of(page: int, slab_pages: int, n_slabs: int) -> tuple[int, ...]:
         slab_checksum(slab.reshape(-1), slab_seed(KEY, HEAD + i, LAYER))
         for i, slab in enumerate(slabs.reshape(n_slabs, slab_pages, PAGE_BYTES))
     )
-
-
-def blocked(ring: Ring, hung: HungRead) -> Batch:
-    batch = ring.submit([hung.op])
-    hung.wait_until_hanging(TIMEOUT_S)
-    return batch
 
 
 # (pages to the next read, pages of a slab, slabs): runs, gaps of all lengths, steps back, the same pages again.

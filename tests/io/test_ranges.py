@@ -8,7 +8,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from kvtier.errors import TierUnavailable
 from kvtier.format.checksum import slab_seed
 from kvtier.io.native import checksum
 from kvtier.io.ranges import FILE, TARGET, RangeProgress, RangeReader, RangeResult, resident_share
+from tests.waiting import wait_until
 
 from cuda_double import CudaDouble
 
@@ -174,10 +175,10 @@ def test_slots_are_pinned_once_and_freed(cuda: CudaDouble, folder: Path, prepare
             target.bytes[:] = 0
             assert read(reader, folder, [whole()], [target]).failure is None
             assert [bytes(target.bytes)] == expected(folder, [whole()], [SIZE])
-        wait_for(lambda: 1 <= cuda.outstanding() - objects - 1 <= 6)  # beside the context
+        wait_until(lambda: 1 <= cuda.outstanding() - objects - 1 <= 6)  # beside the context
         if prepared:
-            wait_for(lambda: cuda.outstanding() - objects - 1 == 6)
-    wait_for(lambda: cuda.outstanding() == objects)  # a thread that ends may hold them a little longer
+            wait_until(lambda: cuda.outstanding() - objects - 1 == 6)
+    wait_until(lambda: cuda.outstanding() == objects)  # a thread that ends may hold them a little longer
 
 
 def test_slots_that_cannot_be_prepared_are_tried_again(cuda: CudaDouble, folder: Path) -> None:
@@ -185,16 +186,9 @@ def test_slots_that_cannot_be_prepared_are_tried_again(cuda: CudaDouble, folder:
     target = Target(SIZE, on_device=True)
     with RangeReader(0, **SMALL) as reader:
         reader.prepare()
-        wait_for(lambda: cuda.failures_left() == 0)
+        wait_until(lambda: cuda.failures_left() == 0)
         assert read(reader, folder, [whole()], [target]).failure is None
     assert [bytes(target.bytes)] == expected(folder, [whole()], [SIZE])
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize(

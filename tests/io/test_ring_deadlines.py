@@ -3,48 +3,23 @@
 from __future__ import annotations
 
 import errno
-import time
-from collections.abc import Iterator
 
 import pytest
 
 from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.io.ring import AlignedBuffer, Batch, Ring
+from kvtier.io.ring import AlignedBuffer, Ring
 
-from hang import HungRead
+from hang import HungRead, blocked
 from records import PIECE_BYTES, TIMEOUT_S, Record, finished, written
-
-
-@pytest.fixture(name="hung")
-def _hung() -> Iterator[HungRead]:
-    hung = HungRead()
-    yield hung
-    hung.release()
-
-
-@pytest.fixture(name="second_hung")
-def _second_hung() -> Iterator[HungRead]:
-    hung = HungRead()
-    yield hung
-    hung.release()
-
-
-def blocked(ring: Ring, hung: HungRead) -> Batch:
-    """A batch in which the single thread of `ring` hangs."""
-    batch = ring.submit([hung.op])
-    hung.wait_until_hanging(TIMEOUT_S)
-    return batch
 
 
 def test_a_hung_read_times_out_and_ends_later(ring: Ring, fd: int, hung: HungRead) -> None:
     record, target = Record(1, 4 * PAGE_BYTES, 2), AlignedBuffer(9 * PAGE_BYTES)
     (result,) = written(ring, fd, [record])
-    started = time.monotonic()
     batch = ring.submit([hung.op])
     assert not batch.wait(0.05)
     hung.wait_until_hanging(TIMEOUT_S)
-    assert 0.04 < time.monotonic() - started < 2
     with pytest.raises(RuntimeError, match="not done"):
         batch.results()
     (read,) = finished(ring.submit([record.read_op(fd, target, result.checksums)]))  # the other threads go on
@@ -65,7 +40,7 @@ def test_cancel_drops_what_has_not_started(fd: int, hung: HungRead) -> None:
         behind = ring.submit([read, record.write_op(fd)])
         assert not queued.wait(0.05)
         queued.cancel()
-        assert queued.wait(1.0)
+        assert queued.wait(TIMEOUT_S)
         assert [r.error for r in queued.results()] == [errno.ECANCELED] * 3
         queued.cancel()  # harmless
         assert not behind.wait(0.0)
@@ -90,9 +65,7 @@ def test_close_leaves_hung_threads_behind(fd: int, hung: HungRead) -> None:
     ring = Ring(1, PIECE_BYTES)
     blocker = blocked(ring, hung)
     queued = ring.submit([record.write_op(fd)])
-    started = time.monotonic()
     assert ring.close(0.1) is False
-    assert time.monotonic() - started < 2
     assert finished(queued)[0].error == errno.ECANCELED
     with pytest.raises(TierUnavailable, match="closed"):
         ring.submit([record.write_op(fd)])
