@@ -81,4 +81,3 @@ def test_what_lies_before_a_visible_record_is_added_to_a_set_that_was_taken_over
     rebuilt = housekeeper(writer).rebuild()
     assert rebuilt is not None and rebuilt.records == 1
     assert {at.slot for _, at in index.members(info.set_id)} == {0, 1, 2, 3}
-    writer.close()

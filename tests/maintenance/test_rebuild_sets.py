@@ -194,7 +194,6 @@ def test_what_was_read_back_is_refused_where_its_set_was_taken_over_since(
     monkeypatch.setattr(index, "publish", arrive_late)
     Housekeeper(index, tmp_path / "v2", "me").rebuild()
     assert last not in index.members(last[1].set_id)
-    writer.close()
 
 
 def test_what_a_living_writer_has_is_kept_when_the_index_refuses(
@@ -210,7 +209,6 @@ def test_what_a_living_writer_has_is_kept_when_the_index_refuses(
         with pytest.raises(IndexUnavailable):
             Housekeeper(index, tmp_path / "v2", "me").rebuild()
     assert writer.load(TOKENS, TARGET)[0] == 4
-    writer.close()
 
 
 def test_one_at_a_time_looks_after_a_roots_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

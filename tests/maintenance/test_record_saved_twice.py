@@ -72,7 +72,6 @@ def test_the_good_one_comes_back(tmp_path: Path, save: Callable[[Path], list[tor
     n_chunks, (answer,) = reader.load(TOKENS, TARGET)
     assert n_chunks == 5 and answer.failed_blocks == frozenset()
     assert all(torch.equal(a, b) for a, b in zip(reader.blocks(TARGET), expected, strict=True))
-    reader.close()
 
 
 def test_of_two_good_ones_the_first_stays(tmp_path: Path) -> None:
@@ -90,7 +89,6 @@ def test_of_two_good_ones_the_first_stays(tmp_path: Path) -> None:
     before = list(index.entries())
     rebuilt = housekeeper(reader).rebuild()
     assert rebuilt is not None and rebuilt.records == 0 and list(index.entries()) == before
-    reader.close()
 
 
 def test_a_rebuild_says_how_many_records_it_took_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -255,9 +255,12 @@ def chat(n: int = 400) -> list[Request]:
 POLICIES = {"never": (0.0, 1.0), "2": (WAIT_S, 2.0), "4": (WAIT_S, 4.0), "8": (WAIT_S, 8.0), "always": (WAIT_S, 1e9)}
 
 
-def results(make: Callable[[], list[Request]], link: float = LINK, one: float = 1.0) -> Iterator[tuple[str, Result]]:
+def results(
+    make: Callable[[], list[Request]], link: float = LINK, one: float = 1.0, policies: Sequence[str] = tuple(POLICIES)
+) -> Iterator[tuple[str, Result]]:
     """Each policy with the same prompts."""
-    for name, (wait_s, ratio) in POLICIES.items():
+    for name in policies:
+        wait_s, ratio = POLICIES[name]
         with patch.object(shared_loads, "LENGTH_RATIO", ratio):
             yield name, Model(make(), wait_s, link=link, one=one).run()
 

@@ -63,15 +63,13 @@ def test_what_segments_take_counts_as_room(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_engines_with_unlike_capacities_say_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    one = Engine(tmp_path)
-    two = Engine(tmp_path)
+    Engine(tmp_path)
+    Engine(tmp_path)
     assert not said(caplog, "on the same root")
-    three = Engine(tmp_path, changes={"capacity_bytes": "1GiB"})
+    Engine(tmp_path, changes={"capacity_bytes": "1GiB"})
     wait_until(lambda: said(caplog, "on the same root"))
     (text,) = said(caplog, "on the same root")
     assert "capacity_bytes is 1GiB here and 64MiB at " in text and "set it alike" in text
-    for engine in (one, two, three):
-        engine.close()
 
 
 def test_who_was_there_before_says_so_later_and_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -118,7 +116,7 @@ def test_a_capacity_beyond_what_a_report_holds(tmp_path: Path, caplog: pytest.Lo
 def test_no_room_names_the_key_and_what_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one = tiny(tmp_path, sets=1)
     one.save(tokens_of(1), BLOCKS)
-    two = tiny(tmp_path, sets=1)
+    tiny(tmp_path, sets=1)
     wait_until(lambda: said(caplog, "no room for another segment set: capacity_bytes ("))
     assert "raise it, or look at" in said(caplog, "no room")[0] and "saving rests for" in said(caplog, "no")[0]
     keeper, segment = one.store._keeper, one.settings.segment_bytes
@@ -129,8 +127,6 @@ def test_no_room_names_the_key_and_what_to_do(tmp_path: Path, caplog: pytest.Log
     text = why(wanted, segment, 5 * segment)
     assert "the root's disk has " in text and f"capacity_bytes is {exact(5 * segment)}" in text
     assert "tried again" in why(Need(0, need.id), segment, segment)
-    one.close()
-    two.close()
 
 
 def test_no_room_below_a_quota_names_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -141,7 +137,6 @@ def test_no_room_below_a_quota_names_that(tmp_path: Path, caplog: pytest.LogCapt
 
     text = engine.store._keeper._evictor.why_no_room(Need(2 * SEGMENT_BYTES, SPACE, "search"), 1 << 40, 1 << 40)
     assert text.startswith("tenant 'search' is at its quota") and "capacity.tenants.search.quota_bytes" in text
-    engine.close()
 
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 1023, 1024, 1 << 20, 64 << 30, 500 * 10**9, 9000 << 40, (1 << 20) + 1])

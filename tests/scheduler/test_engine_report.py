@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -174,12 +173,7 @@ def test_figures_add_up_over_engines_and_hosts() -> None:
 def test_an_engine_reports_while_it_lives(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "kv", changes={"index": {"kind": "memory"}})
     tokens = list(range(64 * 3))
-    take, answers = engine.store.saved, []
-    engine.store.saved = answers.extend  # type: ignore[method-assign]
     saved = engine.save(tokens, list(range(12)))
-    time.sleep(0.3)  # the engine's next step comes late: that is no time of the save
-    take(answers)
-    assert sum(done.took_s for done in saved) < 0.3 * len(saved)
     assert engine.load(tokens, list(range(20, 32)))[0] == 3
     keeper, index = by_hand(engine), engine.store._keeper._index
     keeper._due.beat_s = 0.0

@@ -57,7 +57,6 @@ def test_an_index_that_hangs_holds_up_the_start_for_a_moment_only(
     answers.set()
     engine.wait_for_set()
     assert plans_a_save(engine.store)
-    engine.close()
 
 
 def test_after_a_reset_sets_come_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +66,6 @@ def test_after_a_reset_sets_come_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     engine.store.reset()
     engine.wait_for_set(5.0)
     assert plans_a_save(engine.store)
-    engine.close()
 
 
 # --- a set that is not there yet ---
@@ -100,7 +98,6 @@ def test_the_first_prompt_of_a_tenant_waits_for_its_set(tmp_path: Path, monkeypa
     assert [(chunk.key, chunk.tenant) for chunk in plan.chunks] == [(key, "red") for key in engine.keys(tokens)]
     assert not any(name.startswith("skipped") for name in engine.store.metrics.total())
     assert not bridge.chunks_pending("r", 256)
-    engine.close()
 
 
 def test_a_set_is_waited_for_from_when_it_is_missed_and_not_for_long() -> None:
@@ -119,4 +116,3 @@ def test_a_tenant_that_gets_no_set_is_not_waited_for(tmp_path: Path) -> None:
     assert engine.store.is_set_coming("blue")
     engine.store._keeper.supplies.of("blue", time.time()).room.refused(time.time())
     assert not engine.store.is_set_coming("blue"), "it is at its quota"
-    engine.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.scheduler.load_threshold import (
@@ -70,6 +70,7 @@ def test_slower_storage_never_takes_shorter_hits(
     assert all(slow >= fast for slow, fast in pairwise(least))
 
 
+@settings(max_examples=40)
 @given(RATES, RATES, TOKEN_BYTES, PREFILL_TOKENS_S)
 def test_loads_correct_what_was_calibrated(
     calibrated_bytes_s: float, real_bytes_s: float, token_bytes: int, prefill_tokens_s: float

@@ -58,6 +58,11 @@ class Scene:
         return self.store.metrics.total().get(name, 0)
 
 
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
 def crowd(scene: Scene, n: int = 4) -> list[str]:
     """Requests of one prefix and a tail of their own that is not stored."""
     found = [f"r{number}" for number in range(n)]
@@ -66,8 +71,7 @@ def crowd(scene: Scene, n: int = 4) -> list[str]:
     return found
 
 
-def test_one_loads_and_the_others_hit_the_engines_cache() -> None:
-    scene = Scene()
+def test_one_loads_and_the_others_hit_the_engines_cache(scene: Scene) -> None:
     first, *others = crowd(scene)
     assert scene.ask(first) == 512
     for _ in range(3):
@@ -82,9 +86,8 @@ def test_one_loads_and_the_others_hit_the_engines_cache() -> None:
     assert scene.counted(names.SHARED_WAIT_SECONDS) == 0.75
 
 
-def test_waiting_is_cheap() -> None:
+def test_waiting_is_cheap(scene: Scene) -> None:
     """Each step asks again: neither is the index asked, nor the prompt hashed."""
-    scene = Scene()
     first, second = crowd(scene, 2)
     scene.ask(first)
     scene.ask(second)
@@ -100,8 +103,7 @@ def test_without_a_wait_each_loads_by_itself() -> None:
 
 
 @pytest.mark.parametrize("end", ["failed", "aborted", "reset"])
-def test_a_load_that_brings_nothing_frees_all_at_once_and_the_next_one_loads(end: str) -> None:
-    scene = Scene()
+def test_a_load_that_brings_nothing_frees_all_at_once_and_the_next_one_loads(scene: Scene, end: str) -> None:
     first, second, third = crowd(scene, 3)
     scene.ask(first)
     assert scene.ask(second) is scene.ask(third) is None
@@ -118,8 +120,7 @@ def test_a_load_that_brings_nothing_frees_all_at_once_and_the_next_one_loads(end
     assert scene.ask(third, 512) == 0
 
 
-def test_a_block_that_fails_before_its_request_is_reported_frees_them() -> None:
-    scene = Scene()
+def test_a_block_that_fails_before_its_request_is_reported_frees_them(scene: Scene) -> None:
     first, second = crowd(scene, 2)
     scene.ask(first)
     assert scene.ask(second) is None
@@ -127,8 +128,7 @@ def test_a_block_that_fails_before_its_request_is_reported_frees_them() -> None:
     assert scene.ask(second) == 512
 
 
-def test_an_overdue_load_is_replaced_by_one_other_not_by_all() -> None:
-    scene = Scene()
+def test_an_overdue_load_is_replaced_by_one_other_not_by_all(scene: Scene) -> None:
     first, second, third = crowd(scene, 3)
     scene.ask(first)
     assert scene.ask(second) is scene.ask(third) is None
@@ -141,8 +141,7 @@ def test_an_overdue_load_is_replaced_by_one_other_not_by_all() -> None:
     assert scene.ask(third) == 512
 
 
-def test_no_request_waits_for_ever_for_one_load_after_the_other() -> None:
-    scene = Scene()
+def test_no_request_waits_for_ever_for_one_load_after_the_other(scene: Scene) -> None:
     *leaders, last = crowd(scene, 10)
     began_s, hit = scene.now_s, None
     for name in leaders:
@@ -155,16 +154,14 @@ def test_no_request_waits_for_ever_for_one_load_after_the_other() -> None:
     assert hit == 512 and scene.now_s - began_s <= (WAITS_MAX + 1) * WAIT_S
 
 
-def test_other_salts_are_other_prompts() -> None:
-    scene = Scene()
+def test_other_salts_are_other_prompts(scene: Scene) -> None:
     scene.request("red", PREFIX, salt="red")
     scene.request("blue", PREFIX, salt="blue")
     assert scene.ask("red") == 512 and scene.ask("blue") == 512
 
 
-def test_what_is_not_shared_is_loaded_after_the_wait() -> None:
+def test_what_is_not_shared_is_loaded_after_the_wait(scene: Scene) -> None:
     """Both are stored whole; the second one shares six chunks of eight with the first."""
-    scene = Scene()
     scene.request("first", PREFIX)
     scene.request("second", PREFIX[:384] + list(range(9000, 9256)))
     assert scene.ask("first") == 512
@@ -173,8 +170,7 @@ def test_what_is_not_shared_is_loaded_after_the_wait() -> None:
     assert scene.ask("second", 384) == 256
 
 
-def test_a_follower_may_have_more_stored_than_the_first() -> None:
-    scene = Scene()
+def test_a_follower_may_have_more_stored_than_the_first(scene: Scene) -> None:
     scene.request("first", PREFIX[:256])
     scene.request("second", PREFIX)
     assert scene.ask("first") == 256
@@ -183,9 +179,8 @@ def test_a_follower_may_have_more_stored_than_the_first() -> None:
     assert scene.ask("second", 256) == 256
 
 
-def test_nobody_waits_for_a_load_much_longer_than_what_is_shared() -> None:
+def test_nobody_waits_for_a_load_much_longer_than_what_is_shared(scene: Scene) -> None:
     """The convoy: a short prompt behind the load of a document that begins like it."""
-    scene = Scene()
     document = list(range(int(LENGTH_RATIO * 128) + CHUNK))
     scene.request("document", document)
     scene.request("short", document[:128])
@@ -195,8 +190,7 @@ def test_nobody_waits_for_a_load_much_longer_than_what_is_shared() -> None:
     assert scene.ask("another") is None, "for the short load, which has the same two chunks"
 
 
-def test_short_of_kv_memory_they_wait_for_long_loads_too() -> None:
-    scene = Scene()
+def test_short_of_kv_memory_they_wait_for_long_loads_too(scene: Scene) -> None:
     asked: list[int] = []
 
     def is_short(n_tokens: int) -> bool:
@@ -210,8 +204,7 @@ def test_short_of_kv_memory_they_wait_for_long_loads_too() -> None:
     assert scene.ask("short") is None and asked == [128]
 
 
-def test_the_engines_own_hit_may_end_within_a_chunk() -> None:
-    scene = Scene()
+def test_the_engines_own_hit_may_end_within_a_chunk(scene: Scene) -> None:
     first, second = crowd(scene, 2)
     assert scene.ask(first, 96) == 512 - 96
     assert scene.ask(second, 96) is None
@@ -219,9 +212,8 @@ def test_the_engines_own_hit_may_end_within_a_chunk() -> None:
     assert scene.ask(second, 512) == 0
 
 
-def test_a_hit_that_was_evicted_at_once_is_waited_for_once_more_only() -> None:
+def test_a_hit_that_was_evicted_at_once_is_waited_for_once_more_only(scene: Scene) -> None:
     """Or the engine's own key differs, as of two names of one adapter: the wait brings nothing."""
-    scene = Scene()
     names_of = crowd(scene, 5)
     last = names_of.pop()
     waits = 0
@@ -235,8 +227,7 @@ def test_a_hit_that_was_evicted_at_once_is_waited_for_once_more_only() -> None:
     assert waits == 2
 
 
-def test_an_aborted_follower_leaves_nothing() -> None:
-    scene = Scene()
+def test_an_aborted_follower_leaves_nothing(scene: Scene) -> None:
     first, second = crowd(scene, 2)
     scene.ask(first)
     scene.ask(second)
@@ -247,9 +238,8 @@ def test_an_aborted_follower_leaves_nothing() -> None:
     assert scene.bridge.take_step().before is None
 
 
-def test_a_switch_of_the_request_is_kept() -> None:
+def test_a_switch_of_the_request_is_kept(scene: Scene) -> None:
     """A request that may not load computes, at once."""
-    scene = Scene()
     first = crowd(scene, 1)[0]
     scene.ask(first)
     scene.bridge.track(RequestView("own", PREFIX, 512, {}, may_load=False, may_save=True))

@@ -53,4 +53,3 @@ def test_who_leaves_in_peace_tells_the_index(tmp_path: Path) -> None:
     assert owner in {info.owner for info in index.sets()}
     engine.close()
     assert owner not in {info.owner for info in index.sets() if info.is_open}
-    other.close()

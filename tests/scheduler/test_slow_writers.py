@@ -32,6 +32,11 @@ def tokens_of(number: int, n_chunks: int = 2) -> list[int]:
     return list(range(10_000 * number, 10_000 * number + 64 * n_chunks))
 
 
+@pytest.fixture
+def writer(tmp_path: Path) -> Engine:
+    return engine_of(tmp_path, 6)
+
+
 def by_hand(engine: Engine) -> Keeper:
     """Its keeper, which ticks only when it is told to."""
     keeper = engine.store._keeper
@@ -98,9 +103,8 @@ def told(engine: Engine, tokens: Sequence[int]) -> set[SaveOutcome]:
 
 @pytest.mark.parametrize("has_records", [True, False], ids=["set with records", "set without"])
 def test_what_a_sweeper_cut_off_before_it_was_published_is_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_records: bool
+    writer: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_records: bool
 ) -> None:
-    writer = engine_of(tmp_path, 6)
     keeper = fall_silent(writer)
     if has_records:
         writer.save(tokens_of(1), BLOCKS)
@@ -119,47 +123,11 @@ def test_what_a_sweeper_cut_off_before_it_was_published_is_not_saved(
     assert loads(tmp_path, tokens_of(1)) == 2 * has_records
 
 
-@pytest.mark.parametrize("has_records", [True, False], ids=["set with records", "set without"])
-def test_what_is_published_while_a_sweeper_looks_is_kept_or_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_records: bool
-) -> None:
-    writer = engine_of(tmp_path, 6)
-    fall_silent(writer)
-    if has_records:
-        writer.save(tokens_of(1), BLOCKS)
-    outcomes: set[SaveOutcome] = set()
-    index = writer.store._keeper._index
-    save = once(lambda: outcomes.update(told(writer, tokens_of(2))))
-    with monkeypatch.context() as patched:
-        patched.setattr(index, "members", after(index.members, save))
-        housekeeper(writer).sweep()
-    assert outcomes == {SaveOutcome.FAILED}
-    writer.close()
-    assert loads(tmp_path, tokens_of(2)) == 0
-    assert loads(tmp_path, tokens_of(1)) == 2 * has_records
-
-
-def test_what_is_evicted_while_it_is_written_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = engine_of(tmp_path, 6)
-    by_hand(writer)
-    index = writer.transfers[0]._worker.index
-
-    def evict() -> None:
-        for info in index.sets():
-            index.remove_set(info.set_id)
-
-    monkeypatch.setattr(index, "publish", before(index.publish, once(evict)))
-    assert told(writer, tokens_of(1)) == {SaveOutcome.FAILED}
-    assert segments(tmp_path) == [], "whoever removed the set looked for files before this one was made"
-    writer.close()
-
-
 @pytest.mark.parametrize("known", ["not at all", "as taken over", "not, for it was lost"])
 def test_a_segment_that_is_made_late_is_not_left_in_no_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str
+    writer: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str
 ) -> None:
     """It stayed, counted by nobody, until a sweep after its grace time: with writers enough, beyond the budget."""
-    writer = engine_of(tmp_path, 6)
     keeper = fall_silent(writer)
     index = keeper._index
     meanwhile: dict[str, Callable[[], object]] = {
@@ -194,8 +162,6 @@ def test_another_record_of_the_same_is_as_good(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(index, "publish", before(index.publish, save))
     assert told(first, tokens_of(1)) == {SaveOutcome.SAVED}
     assert first.load(tokens_of(1), TARGET)[0] == 2
-    first.close()
-    second.close()
 
 
 def test_an_engine_whose_index_is_lost_goes_on_in_sets_that_the_new_one_knows(tmp_path: Path) -> None:
@@ -217,8 +183,7 @@ def test_an_engine_whose_index_is_lost_goes_on_in_sets_that_the_new_one_knows(tm
     assert [loads(tmp_path, tokens_of(number)) for number in (1, 3, 4)] == [2, 2, 2]
 
 
-def test_an_engine_that_rebuilds_the_index_itself_does_the_same(tmp_path: Path) -> None:
-    writer = engine_of(tmp_path, 6)
+def test_an_engine_that_rebuilds_the_index_itself_does_the_same(writer: Engine, tmp_path: Path) -> None:
     keeper = by_hand(writer)
     writer.save(tokens_of(1), BLOCKS)
     shutil.rmtree(tmp_path / "v2" / "index")
@@ -249,12 +214,12 @@ def test_an_engine_gives_signs_of_life_while_it_rebuilds(tmp_path: Path, monkeyp
     shutil.rmtree(tmp_path / "v2" / "index")
     keeper.tick()
     assert not silent and not index.was_reset
-    engine.close()
 
 
-def test_what_is_published_while_an_index_is_rebuilt_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_published_while_an_index_is_rebuilt_stays(
+    writer: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was in no page that was read, and taken for an entry without a record."""
-    writer = engine_of(tmp_path, 6)
     writer.save(tokens_of(1), BLOCKS)
     read = ReadBack._records
 
@@ -290,10 +255,9 @@ def test_an_engine_that_comes_and_goes_during_a_rebuild_loses_nothing(
 
 @pytest.mark.parametrize("when", ["before its files go", "after they were read"])
 def test_what_is_evicted_while_an_index_is_rebuilt_is_offered_by_neither(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    writer: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """It was read back: lookups found it, and who came to save it was told that it is present."""
-    writer = engine_of(tmp_path, 6)
     writer.save(tokens_of(1), BLOCKS)
     writer.close()
     other = engine_of(tmp_path, 6)
@@ -310,12 +274,12 @@ def test_what_is_evicted_while_an_index_is_rebuilt_is_offered_by_neither(
         rebuilding.rebuild()
     assert lost.set_id not in {info.set_id for info in index.sets()}
     assert told(other, tokens_of(1)) == {SaveOutcome.SAVED}
-    other.close()
 
 
-def test_a_set_that_is_read_back_is_never_without_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_that_is_read_back_is_never_without_records(
+    writer: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A sweeper that saw it between its registration and its records removed it as empty, and unlinked its files."""
-    writer = engine_of(tmp_path, 6)
     writer.save(tokens_of(1), BLOCKS)
     writer.close()
     other = engine_of(tmp_path, 6)
@@ -348,7 +312,6 @@ def test_what_a_late_writer_made_of_an_epoch_that_was_left_goes_with_it(tmp_path
     engine.store.reset()
     keeper.tick()
     assert not folder.exists()
-    engine.close()
 
 
 def test_no_set_is_left_open_by_an_epoch_that_ends_while_its_keeper_ticks(tmp_path: Path) -> None:
@@ -366,42 +329,6 @@ def test_no_set_is_left_open_by_an_epoch_that_ends_while_its_keeper_ticks(tmp_pa
     engine.store.reset()
     keeper.tick()
     assert [info for info in engine.store._keeper._index.sets() if info.namespace == left] == []
-    engine.close()
-
-
-def test_the_slot_of_a_write_that_took_too_long_is_nobody_elses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It lands when the chunk was long answered as failed, and would land in the record of another chunk."""
-    writer = engine_of(tmp_path, 6)
-    worker = writer.transfers[0]._worker
-    submit, late = worker.io.ring.submit, []
-
-    class Late:
-        """Begins when it is told to land, whatever was said of it before."""
-
-        def __init__(self, ops: Sequence[Any]) -> None:
-            self._ops = ops
-            late.append(self)
-
-        def wait(self, timeout_s: float) -> bool:
-            return not self._ops
-
-        def cancel(self) -> None:
-            """Too late."""
-
-        def land(self) -> None:
-            batch = submit(self._ops)
-            assert batch.wait(10) and all(result.ok for result in batch.results())
-            self._ops = ()
-
-    with monkeypatch.context() as patched:
-        patched.setattr(worker.io.ring, "submit", Late)
-        assert told(writer, tokens_of(1)) == {SaveOutcome.FAILED}
-    wait_until(lambda: told(writer, tokens_of(2)) == {SaveOutcome.SAVED})
-    late[0].land()
-    writer.close()
-    assert loads(tmp_path, tokens_of(2)) == 2
 
 
 def test_a_writer_that_is_refused_does_not_cut_a_file_that_was_away_when_the_index_was_rebuilt(
@@ -429,4 +356,3 @@ def test_a_writer_that_is_refused_does_not_cut_a_file_that_was_away_when_the_ind
     rebuilding.sweep()
     assert len(index.resolve(writer.keys(tokens_of(1)))) == 2
     assert index.resolve(writer.keys(tokens_of(2))) == [], "what was answered as failed does not come back"
-    writer.close()

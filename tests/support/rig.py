@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from kvtier.build import make_codec, open_store, open_transfer
@@ -15,12 +16,22 @@ from kvtier.config.settings import Settings
 from kvtier.format.geometry import Geometry, RankShare, share_of_rank
 from kvtier.format.namespace import CodecId, Namespace, chunk_keys
 from kvtier.kernels.paged import PagedKV, PagedLayer
-from kvtier.plan import LoadDone, SaveDone
+from kvtier.plan import LoadDone, SaveDone, SavePlan
 from kvtier.scheduler.store import Store, WantedChunk
 from kvtier.worker.transfer import Transfer
 from tests.waiting import TIMEOUT_S
 
 BLOCK_TOKENS = 16
+_open: list[Engine] = []
+
+
+@pytest.fixture(autouse=True)
+def engines_end() -> Iterator[None]:
+    """Close what engines a test leaves. (For conftest.py of folders.)"""
+    _open.clear()
+    yield
+    while _open:
+        _open[0].close()
 
 
 def geometry(**changes: object) -> Geometry:
@@ -125,6 +136,7 @@ class Engine:
         except BaseException:
             self.close()
             raise
+        _open.append(self)
 
     @property
     def chunk_blocks(self) -> int:
@@ -147,18 +159,27 @@ class Engine:
             assert time.monotonic() < deadline, "no segment set was made"
             time.sleep(0.01)
 
+    def plan_if_new(self, tokens: Sequence[int], block_ids: Sequence[int]) -> SavePlan | None:
+        """Plan a save of all whole chunks. None: all of them are saved."""
+        keys, per = self.keys(tokens), self.chunk_blocks
+        parents = [self.store.namespace_id, *keys]
+        return self.store.plan_save(
+            [
+                WantedChunk(key, parents[i], tuple(block_ids[i * per : (i + 1) * per]), number=i)
+                for i, key in enumerate(keys)
+            ]
+        )
+
+    def plan(self, tokens: Sequence[int], block_ids: Sequence[int]) -> SavePlan:
+        plan = self.plan_if_new(tokens, block_ids)
+        assert plan is not None
+        return plan
+
     def save(self, tokens: Sequence[int], block_ids: Sequence[int]) -> list[SaveDone]:
         """Prefills, saves all whole chunks and waits; the answers of all ranks."""
         self.wait_for_set()
         self.prefill(tokens, block_ids)
-        keys = self.keys(tokens)
-        parents = [self.store.namespace_id, *keys]
-        per = self.chunk_blocks
-        wanted = [
-            WantedChunk(key, parents[i], tuple(block_ids[i * per : (i + 1) * per]), number=i)
-            for i, key in enumerate(keys)
-        ]
-        plan = self.store.plan_save(wanted)
+        plan = self.plan_if_new(tokens, block_ids)
         if plan is None:
             return []
         done: list[SaveDone] = []
@@ -199,6 +220,7 @@ class Engine:
         if self.is_closed:
             return
         self.is_closed = True
+        _open[:] = [one for one in _open if one is not self]
         for transfer in self.transfers:
             transfer.drain(5)
             transfer.close()

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from kvtier.plan import LoadDone, SaveDone, SavePlan
-from kvtier.scheduler.store import WantedChunk
 from tests.support.lazy import LazyEngine, Left
+from tests.support.rig import BLOCK_TOKENS
 from tests.waiting import wait_until
 
 TOKENS = list(range(1000, 1000 + 64 * 5))
@@ -47,12 +47,7 @@ def start(root: Path, made: list[LazyEngine], out: Left | None = None, **options
 
 
 def plan_of(engine: LazyEngine, tokens: Sequence[int] = TOKENS) -> SavePlan:
-    keys = engine.keys(tokens)
-    parents = [engine.store.namespace_id, *keys]
-    wanted = [WantedChunk(key, parents[i], tuple(range(4 * i, 4 * i + 4))) for i, key in enumerate(keys)]
-    plan = engine.store.plan_save(wanted)
-    assert plan is not None
-    return plan
+    return engine.plan(tokens, range(len(tokens) // BLOCK_TOKENS))
 
 
 def begin_save(engine: LazyEngine, tokens: Sequence[int] = TOKENS) -> None:
