@@ -1,4 +1,4 @@
-"""Disks of our own to fill or to forbid: they need the right to mount, and are skipped without it."""
+"""Disks of our own to fill or to forbid, skipped without the right to mount. Engines end with their test."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.rig import engines_end as engines_end  # a fixture
 
 Mount = Callable[[Path, str], None]
 

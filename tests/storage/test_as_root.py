@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,10 @@ from kvtier.storage import root_owner
 from kvtier.storage.filesystem import FileSystem
 from kvtier.storage.root import open_root
 from kvtier.storage.root_owner import default_index_path
+from tests.storage.users import USER, as_user
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs to be root")
 
-USER = 65534
 SMALL = {"segment_bytes": "64KiB", "capacity_bytes": "1MiB"}
 
 
@@ -36,28 +35,6 @@ def folder() -> Iterator[Path]:
         path.mkdir(mode=0o700)
         os.chown(path, USER, USER)
         yield path
-
-
-def as_user(work: Callable[[], object]) -> str:
-    """What goes wrong as that user, "" if nothing does."""
-    codecs.lookup("ascii")  # the child may not be able to reach the interpreter's files
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.setgroups([])
-        os.setgid(USER)
-        os.setuid(USER)
-        said = ""
-        try:
-            work()
-        except BaseException as fault:
-            said = f"{type(fault).__name__}: {fault}"
-        os.write(write, said.encode())
-        os._exit(0)
-    os.close(write)
-    os.waitpid(child, 0)
-    with open(read, encoding="utf-8") as told:
-        return told.read()
 
 
 def start(path: Path) -> None:

@@ -71,7 +71,6 @@ def test_segments_are_loaded_when_they_are_given_back(tmp_path: Path, hold: Hold
     for segment in tmp_path.glob("v2/*/*.kvseg"):
         hold(segment, READ, GIVES_BACK_S)
     assert [done.failed_blocks for done in reader.load(TOKENS, TARGET)[1]] == [frozenset()]
-    reader.close()
 
 
 def test_who_never_gives_one_back_is_not_waited_for_long(
@@ -87,4 +86,3 @@ def test_who_never_gives_one_back_is_not_waited_for_long(
     set_id, rank = files.ids()[0]
     with pytest.raises(TierUnavailable, match="temporarily unavailable"):
         files.lease(set_id, rank)
-    engine.close()

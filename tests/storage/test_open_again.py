@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.config.settings import Settings
 from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.plan import SaveOutcome
@@ -39,13 +40,12 @@ def test_one_that_was_removed_is_made_anew_by_an_engine(tmp_path: Path) -> None:
     before = (tmp_path / "kv/v2" / OWNER_FILE).read_bytes()
     remove_at_once(tmp_path / "kv")
     assert engine.load(TOKENS, TARGET)[0] == 0
-    wait_until(lambda: next(tmp_path.glob("kv/v2/*/namespace.json"), None) is not None, timeout_s=20)
+    wait_until(lambda: next(tmp_path.glob("kv/v2/*/namespace.json"), None) is not None)
     assert (tmp_path / "kv/v2" / OWNER_FILE).read_bytes() == before
     assert engine.load(TOKENS, TARGET)[0] == 0, "the index answers, and knows nothing"
-    wait_until(lambda: bool(engine.save(TOKENS, BLOCKS)), timeout_s=20)
+    wait_until(lambda: bool(engine.save(TOKENS, BLOCKS)))
     n_chunks, (answer,) = engine.load(TOKENS, TARGET)
     assert (n_chunks, answer.failed_blocks) == (3, frozenset())
-    engine.close()
 
 
 def test_one_whose_index_lies_elsewhere_is_made_anew_too(tmp_path: Path) -> None:
@@ -61,7 +61,6 @@ def test_one_whose_index_lies_elsewhere_is_made_anew_too(tmp_path: Path) -> None
 
     wait_until(is_saved)
     assert (tmp_path / "kv/v2" / OWNER_FILE).exists()
-    engine.close()
 
 
 def test_upkeep_leaves_a_root_of_others_alone(tmp_path: Path) -> None:
@@ -81,7 +80,6 @@ def test_upkeep_leaves_a_root_of_others_alone(tmp_path: Path) -> None:
         with pytest.raises(TierUnavailable, match="it belongs to node other"):
             duty()
     assert index.sets() == before
-    engine.close()
 
 
 @pytest.mark.parametrize("duty", ["sweep", "rebuild"])
@@ -104,7 +102,6 @@ def test_a_root_that_goes_while_upkeep_lists_it_takes_nothing_with_it(tmp_path: 
     with pytest.raises(TierUnavailable):
         getattr(upkeep, duty)()
     assert index.sets() == before and [index.members(info.set_id) for info in before] == members
-    engine.close()
 
 
 def test_a_root_of_several_nodes_is_known_by_its_id(tmp_path: Path) -> None:
@@ -144,11 +141,11 @@ def test_what_lies_below_a_mount_point_is_not_the_root(tmp_path: Path, mount_tmp
             n_chunks, answers = engine.load(TOKENS, TARGET)
             assert n_chunks == 0 or answers[0].failed_blocks == frozenset(TARGET)
         beats = engine.store.metrics.total().get("index_errors", 0.0)
-        wait_until(lambda: engine.store.metrics.total().get("index_errors", 0.0) > beats + 1, timeout_s=20)
+        wait_until(lambda: engine.store.metrics.total().get("index_errors", 0.0) > beats + 1)
         assert sorted(mount.rglob("*")) == seen, "something was made in the place of the file system"
     finally:
         subprocess.run(["mount", "--bind", str(store), str(mount)], check=True)
-    wait_until(lambda: [done.failed_blocks for done in engine.load(TOKENS, TARGET)[1]] == [frozenset()], timeout_s=20)
+    wait_until(lambda: [done.failed_blocks for done in engine.load(TOKENS, TARGET)[1]] == [frozenset()])
     engine.close()
     subprocess.run(["umount", "-l", str(mount)], check=True)
 
@@ -191,11 +188,17 @@ def test_a_required_mount_that_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
         open_again(required, root)
 
 
+def shared_and_removed(folder: Path) -> tuple[Settings, Root]:
+    """The settings of a root of all nodes, and what it was before it was removed."""
+    shared = settings(folder / "kv", index={"kind": "redis", "url": "redis://127.0.0.1:1/0"})
+    root = open_root(shared)
+    remove_at_once(folder / "kv")
+    return shared, root
+
+
 def test_a_root_of_all_nodes_keeps_its_id(tmp_path: Path) -> None:
     """The index knows it by that, and has its entries still: each is found to be gone when it is asked for."""
-    shared = settings(tmp_path / "kv", index={"kind": "redis", "url": "redis://127.0.0.1:1/0"})
-    root = open_root(shared)
-    remove_at_once(tmp_path / "kv")
+    shared, root = shared_and_removed(tmp_path)
     open_again(shared, root)
     assert open_root(shared) == root and root.root_id
 
@@ -220,9 +223,7 @@ def test_a_root_that_another_has_taken_meanwhile(tmp_path: Path) -> None:
 
 def test_a_root_of_all_nodes_that_a_start_has_made_anew(tmp_path: Path) -> None:
     """It got another id, so another index: two must not keep one root in order, each by what it knows of it."""
-    shared = settings(tmp_path / "kv", index={"kind": "redis", "url": "redis://127.0.0.1:1/0"})
-    root = open_root(shared)
-    remove_at_once(tmp_path / "kv")
+    shared, root = shared_and_removed(tmp_path)
     assert open_root(shared) != root
     with pytest.raises(TierUnavailable, match="is another one by now; start this engine anew"):
         open_again(shared, root)

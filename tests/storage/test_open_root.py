@@ -22,6 +22,7 @@ from kvtier.storage import root_owner
 from kvtier.storage.filesystem import FileSystem
 from kvtier.storage.root import Root, check_space, find_root, open_root
 from kvtier.storage.root_owner import Node, Owner, read_owner
+from tests.storage.users import as_user
 
 Mount = Callable[[Path, str], None]
 SMALL = {"segment_bytes": "64KiB", "capacity_bytes": "1MiB"}
@@ -57,15 +58,6 @@ def test_creates_private_folders_and_files(tmp_path: Path) -> None:
     assert [path.name for path in root.folder.iterdir()] == ["owner.json"]  # the write test left nothing
 
 
-def test_opening_again_is_the_same(tmp_path: Path) -> None:
-    settings = settings_for(tmp_path)
-    assert open_root(settings) == open_root(settings)
-
-
-def test_index_lies_beside_the_segments_on_a_local_disk(tmp_path: Path) -> None:
-    assert open_root(settings_for(tmp_path)).index_path == tmp_path / "v2" / "index"
-
-
 def test_index_lies_on_a_local_disk_when_the_root_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(root_owner, "file_system_of", lambda path: FileSystem("nfs4", True, "/"))
     monkeypatch.setattr(root_owner, "LOCAL_STATE", tmp_path)
@@ -85,11 +77,6 @@ def test_folder_for_local_state_that_another_user_made(tmp_path: Path, monkeypat
         root_owner.private_folder()
 
 
-def test_configured_index_path_is_taken(tmp_path: Path) -> None:
-    settings = settings_for(tmp_path / "kv", index={"path": str(tmp_path / "ix")})
-    assert open_root(settings).index_path == tmp_path / "ix"
-
-
 def test_index_in_memory_has_no_path(tmp_path: Path) -> None:
     assert open_root(settings_for(tmp_path, index={"kind": "memory"})).index_path is None
     assert open_root(settings_for(tmp_path)).index_path == tmp_path / "v2" / "index"  # an embedded one may follow
@@ -99,53 +86,22 @@ def test_index_in_memory_has_no_path(tmp_path: Path) -> None:
 # --- the place is wrong ---
 
 
-def test_a_file_in_its_place(tmp_path: Path) -> None:
-    (tmp_path / "kv").write_text("")
-    error = refusal(settings_for(tmp_path / "kv"))
-    assert error.key == "root" and f"{tmp_path / 'kv'} is a file" in error.fix
-
-
-def test_a_file_among_its_parents(tmp_path: Path) -> None:
-    (tmp_path / "kv").write_text("")
-    error = refusal(settings_for(tmp_path / "kv" / "deeper" / "still"))
-    assert error.key == "root" and "is a file" in error.fix
-
-
-def test_a_file_in_place_of_its_version_folder(tmp_path: Path) -> None:
-    (tmp_path / "v2").write_text("")
-    assert f"{tmp_path / 'v2'} is a file" in refusal(settings_for(tmp_path)).fix
-
-
-NOBODY = 65534
-
-
-def refusal_of_nobody(settings: Settings) -> str:
-    """What another user is told: permission bits do not hold root back, so a child process gives that up first."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        if os.getuid() == 0:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-        try:
-            open_root(settings)
-        except ConfigError as error:
-            os.write(write, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    os.waitpid(child, 0)
-    with open(read, encoding="utf-8") as told:
-        return told.read()
+@pytest.mark.parametrize(
+    ("file", "root", "named"),
+    [("kv", "kv", "kv"), ("kv", "kv/deeper/still", "kv/deeper/still"), ("v2", "", "v2")],
+)
+def test_a_file_in_place_of_a_folder(tmp_path: Path, file: str, root: str, named: str) -> None:
+    (tmp_path / file).write_text("")
+    error = refusal(settings_for(tmp_path / root))
+    assert error.key == "root" and f"{tmp_path / named} is a file" in error.fix
 
 
 def test_not_writable_for_this_user() -> None:
     with tempfile.TemporaryDirectory() as folder:  # not tmp_path, which others cannot even look into
         os.chmod(folder, 0o555)
-        told = refusal_of_nobody(settings_for(Path(folder)))
+        told = as_user(lambda: open_root(settings_for(Path(folder))))
         assert f"root = '{folder}': not writable: Permission denied" in told and "choose another root" in told
-        told = refusal_of_nobody(settings_for(Path(folder) / "deeper"))
+        told = as_user(lambda: open_root(settings_for(Path(folder) / "deeper")))
         assert "not writable: Permission denied" in told
         os.chmod(folder, 0o755)
 
@@ -177,10 +133,9 @@ def test_a_mount_of_its_own(tmp_path: Path, mount_tmpfs: Mount) -> None:
 
 def test_a_file_system_without_files() -> None:
     """It was called full."""
-    with pytest.raises(ConfigError, match=r"root = '/proc': no files can be made there \(proc has no room"):
-        check_space(Path("/proc"), 4096)
-    with pytest.raises(ConfigError, match=r"root = '/proc/kv/a': no files can be made there \(proc has no room"):
-        check_space(Path("/proc/kv/a"), 4096)
+    for path in ("/proc", "/proc/kv/a"):
+        with pytest.raises(ConfigError, match=rf"root = '{path}': no files can be made there \(proc has no room"):
+            check_space(Path(path), 4096)
 
 
 def test_disk_that_is_read_only(tmp_path: Path, mount_tmpfs: Mount) -> None:

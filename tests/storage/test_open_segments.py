@@ -13,7 +13,8 @@ from kvtier.format.geometry import Extent
 from kvtier.format.record import SegmentHeader
 from kvtier.storage import open_segments
 from kvtier.storage.open_segments import Descriptors
-from tests.support.rig import Engine
+
+HEADER = SegmentHeader(bytes(16), 1, 0, 1, 8192, Extent(0, 1, 0, 1), 4096, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -26,12 +27,11 @@ def test_a_segment_that_another_node_unlinked_is_opened_anew(
     gone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NFS answers ESTALE for a descriptor whose file another node removed, FUSE ENOENT."""
-    header = SegmentHeader(bytes(16), 1, 0, 1, 8192, Extent(0, 1, 0, 1), 4096, 0)
     opened: list[int] = []
 
     def open_file(name: tuple[int, int]) -> tuple[int, SegmentHeader]:
         opened.append(os.open(tmp_path, os.O_RDONLY))
-        return opened[-1], header
+        return opened[-1], HEADER
 
     files = Descriptors(open_file)
     first = files.lease((1, 0))
@@ -59,13 +59,12 @@ def test_storage_that_does_not_tell_is_left_alone_by_housekeeping_and_opened_ane
 ) -> None:
     """EIO, or ENOTCONN of a FUSE server that died. It is mounted again below the same path, where the file is; the
     descriptor will never work again."""
-    header = SegmentHeader(bytes(16), 1, 0, 1, 8192, Extent(0, 1, 0, 1), 4096, 0)
     is_mounted = True
 
     def open_file(name: tuple[int, int]) -> tuple[int, SegmentHeader]:
         if not is_mounted:
             raise TierUnavailable("not connected")
-        return os.open(tmp_path, os.O_RDONLY), header
+        return os.open(tmp_path, os.O_RDONLY), HEADER
 
     files = Descriptors(open_file)
     first, fstat = files.lease((1, 0)), os.fstat
@@ -98,7 +97,6 @@ def test_who_else_knows_a_descriptor_is_told_before_it_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its number may be another file's a moment later."""
-    header = SegmentHeader(bytes(16), 1, 0, 1, 8192, Extent(0, 1, 0, 1), 4096, 0)
     told: list[int] = []
 
     def before_close(fd: int) -> None:
@@ -106,7 +104,7 @@ def test_who_else_knows_a_descriptor_is_told_before_it_is_closed(
         told.append(fd)
 
     monkeypatch.setattr(open_segments, "OPEN_FILES_MAX", 1)
-    files = Descriptors(lambda name: (os.open(tmp_path, os.O_RDONLY), header), before_close)
+    files = Descriptors(lambda name: (os.open(tmp_path, os.O_RDONLY), HEADER), before_close)
     opened: list[int] = []
     for number in range(3):
         segment = files.lease((number, 0))
@@ -120,24 +118,3 @@ def test_who_else_knows_a_descriptor_is_told_before_it_is_closed(
     assert told == opened[:2]
     segment.release()
     assert told == opened
-
-
-def test_a_folder_that_is_away_is_no_reason_to_forget_what_lies_there(tmp_path: Path) -> None:
-    """A mount that is gone leaves an empty folder. The segments are not gone, and other nodes load from them: an index
-    that all share must not lose a chunk with each load that is tried here."""
-    tokens, target = list(range(64 * 3)), list(range(100, 112))
-    writer = Engine(tmp_path)
-    writer.save(tokens, list(range(12)))
-    keys = writer.keys(tokens)
-    writer.close()
-    reader = Engine(tmp_path)
-    folder = next(tmp_path.glob("v2/*/*.kvseg")).parent
-    folder.rename(tmp_path / "away")
-    for _ in range(2):
-        n_chunks, (answer,) = reader.load(tokens, target)
-        assert n_chunks == 3 and answer.failed_blocks == frozenset(target)
-    (tmp_path / "away").rename(folder)
-    assert all(reader.store._keeper._index.resolve([key]) for key in keys)
-    n_chunks, (answer,) = reader.load(tokens, target)
-    assert n_chunks == 3 and not answer.failed_blocks
-    reader.close()

@@ -85,7 +85,7 @@ def test_what_is_made_again_of_a_root_that_vanished_is_its_users_alone(tmp_path:
         engine = Engine(tmp_path / "deep" / "kv")
         (tmp_path / "deep").rename(tmp_path / "gone")  # at once: the engine may make it anew at any moment
         shutil.rmtree(tmp_path / "gone")
-        wait_until(lambda: (tmp_path / "deep/kv/v2/index").exists(), timeout_s=20)
+        wait_until(lambda: (tmp_path / "deep/kv/v2/index").exists())
         engine.close()
     finally:
         os.umask(before)

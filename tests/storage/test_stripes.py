@@ -40,6 +40,13 @@ def engine_at(root: Path, slots: int = 12, stripes: int = 3, tensor_size: int = 
     return Engine(root, tensor_size=tensor_size, changes=changes)
 
 
+def saved(root: Path, tensor_size: int = 1) -> None:
+    writer = engine_at(root, tensor_size=tensor_size)
+    writer.wait_for_set()
+    writer.save(TOKENS, BLOCKS)
+    writer.close()
+
+
 def header_of(stripes: int, stripe: int, slots: int = 10) -> SegmentHeader:
     set_id = new_set_id(1_700_000_000_000, stripes, 7)
     extent = Extent(0, 4, 0, 4)
@@ -86,10 +93,7 @@ def test_width_by_file_system_setting_and_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tensor_size", [1, 2])
 def test_chunks_are_spread_over_the_files_and_loaded_by_any_rank(tmp_path: Path, tensor_size: int) -> None:
-    writer = engine_at(tmp_path, tensor_size=tensor_size)
-    writer.wait_for_set()
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved(tmp_path, tensor_size=tensor_size)
     files = sorted(tmp_path.glob("v2/*/*.kvseg"))
     assert len(files) == 3 * tensor_size
     record = PAGE_BYTES + (RECORD_BYTES - PAGE_BYTES) // tensor_size
@@ -99,26 +103,18 @@ def test_chunks_are_spread_over_the_files_and_loaded_by_any_rank(tmp_path: Path,
     assert not any(load.failed_blocks for load in reader.load(TOKENS, TARGET)[1])
     root, index = find_root(tmp_path), reader.store._keeper._index
     assert not verify(root, index).bad and check_agreement(root, index).n_disagreements == 0
-    reader.close()
 
 
 def test_a_lost_index_is_rebuilt_from_all_files(tmp_path: Path) -> None:
-    writer = engine_at(tmp_path)
-    writer.wait_for_set()
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved(tmp_path)
     shutil.rmtree(tmp_path / "v2" / "index")
     reader = engine_at(tmp_path)
     wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 10)
     assert not any(load.failed_blocks for load in reader.load(TOKENS, TARGET)[1])
-    reader.close()
 
 
 def test_one_missing_file_costs_its_own_chunks(tmp_path: Path) -> None:
-    writer = engine_at(tmp_path)
-    writer.wait_for_set()
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved(tmp_path)
     sorted(tmp_path.glob("v2/*/*.kvseg"))[1].unlink()  # slots 1, 4 and 7
     reader = engine_at(tmp_path)
     (load,) = reader.load(TOKENS, TARGET)[1]
@@ -127,14 +123,10 @@ def test_one_missing_file_costs_its_own_chunks(tmp_path: Path) -> None:
     index = reader.store._keeper._index
     done = Housekeeper(index, tmp_path / "v2", "me").rebuild()
     assert done is not None and not done.unreadable and check_agreement(find_root(tmp_path), index).n_disagreements == 0
-    reader.close()
 
 
 def test_a_set_is_evicted_with_all_its_files(tmp_path: Path) -> None:
-    writer = engine_at(tmp_path, tensor_size=2)
-    writer.wait_for_set()
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved(tmp_path, tensor_size=2)
     reader = engine_at(tmp_path)
     index = reader.store._keeper._index
     full = [info for info in index.sets() if not info.is_open]
@@ -143,7 +135,6 @@ def test_a_set_is_evicted_with_all_its_files(tmp_path: Path) -> None:
     assert sum(info.n_bytes for info in full) == on_disk
     Evictor(index, tmp_path / "v2", "admin").evict(Selection(), 1 << 40)
     assert not [path for path in folder.glob("*.kvseg") for info in full if path.name.startswith(f"{info.set_id:016x}")]
-    reader.close()
 
 
 def test_a_root_of_the_older_format_is_named_and_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -56,7 +56,6 @@ def test_an_engine_goes_on_while_the_roots_own_files_cannot_be_read(
     engine.store._keeper.supplies.forget(engine.store._keeper.supplies.set_ids())
     assert {done.outcome for done in engine.save(TOKENS, BLOCKS)} == {SaveOutcome.SAVED}, "in a new set"
     assert engine.load(TOKENS, range(100, 112))[1][0].failed_blocks == frozenset()
-    engine.close()
 
 
 def test_a_namespace_that_was_never_opened_is_not_taken_unread(tmp_path: Path, target_away: Away) -> None:

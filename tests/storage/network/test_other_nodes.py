@@ -83,11 +83,9 @@ def test_what_cannot_be_flushed_is_not_published(
 def test_where_nothing_reserves_space_a_segment_grows_by_its_records(nodes: Nodes, server: Server) -> None:
     nodes.set("no fallocate")
     engine = engine_on(nodes.mounts[0], server.url)
-    began = time.monotonic()
     assert {answer.outcome for answer in engine.save(prompt(0), BLOCKS)} == {SaveOutcome.SAVED}
     # glibc's posix_fallocate would write once for each 4 KiB of 4 MiB.
     assert nodes.counts()["write"] < 40
-    assert time.monotonic() - began < 20
     assert loaded(engine, 0) == CHUNKS
     (segment,) = nodes.segments()
     assert segment.stat().st_blocks * 512 < segment.stat().st_size
