@@ -64,7 +64,6 @@ def test_the_capacity_holds_and_the_oldest_goes_first(tmp_path: Path, touch_inte
     hits = [engine.load(tokens_of(number), TARGET)[0] for number in range(16)]
     assert hits[15] == 5 and 0 in hits[1:9], hits
     assert not verify(find_root(tmp_path), engine.store._keeper._index).bad
-    engine.close()
 
 
 def test_two_engines_never_evict_more_than_is_needed(tmp_path: Path) -> None:
@@ -106,8 +105,8 @@ def test_what_a_dead_writer_left_is_closed_and_trimmed(tmp_path: Path) -> None:
     dead = tiny(tmp_path, writer_lease_s=0.6)
     dead.save(tokens_of(1), BLOCKS)
     dead.store._keeper._ticker.close(1)  # type: ignore[union-attr]  # no further sign of life, as after SIGKILL
-    before = sum(stats(find_root(tmp_path), dead.store._keeper._index).namespaces[0].n_bytes for _ in [0])
     index = dead.store._keeper._index
+    before = stats(find_root(tmp_path), index).namespaces[0].n_bytes
     owner = next(info.owner for info in index.sets())
     wait_until(lambda: index.lease_owner(writer_lease(owner), time.time()) is None)
     alive = tiny(tmp_path)
@@ -115,8 +114,6 @@ def test_what_a_dead_writer_left_is_closed_and_trimmed(tmp_path: Path) -> None:
     after = stats(find_root(tmp_path), index).namespaces[0].n_bytes
     assert after == before - 3 * RECORD_BYTES, "the slots that were not filled are given back"
     assert alive.load(tokens_of(1), TARGET)[0] == 5
-    alive.close()
-    dead.close()
 
 
 def test_a_root_full_of_what_dead_writers_left_open_is_used_again_soon(tmp_path: Path) -> None:
@@ -137,7 +134,6 @@ def test_a_root_full_of_what_dead_writers_left_open_is_used_again_soon(tmp_path:
     for number in range(20, 24):
         engine.store.plan_save([WantedChunk(key, bytes(16), (0, 1, 2, 3)) for key in engine.keys(tokens_of(number))])
     wait_until(saves)
-    engine.close()
 
 
 def test_empty_sets_of_dead_writers_and_old_orphans_go(tmp_path: Path) -> None:
@@ -159,7 +155,6 @@ def test_empty_sets_of_dead_writers_and_old_orphans_go(tmp_path: Path) -> None:
     assert not orphan.exists(), "what is no segment goes"
     assert lost in {info.set_id for info in index.sets()}, "a whole segment is taken in, not thrown away"
     assert other.load(tokens_of(1), TARGET)[0] == 5
-    other.close()
 
 
 @contextmanager
@@ -225,7 +220,6 @@ def test_a_full_quota_rests_saving_and_makes_room(tmp_path: Path, monkeypatch: p
     assert engine.transfers[0].metrics.total()["skipped_chunks_no_space"] > 0
     wait_until(saves_again)
     assert engine.store._keeper._index.counts().sets > sets // 3
-    engine.close()
 
 
 def test_storage_that_fails_for_other_reasons_evicts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +241,6 @@ def test_storage_that_fails_for_other_reasons_evicts_nothing(tmp_path: Path, mon
         assert SaveOutcome.FAILED in outcomes and SaveOutcome.NO_SPACE not in outcomes
     assert engine.store._keeper._index.counts().chunks >= chunks
     assert engine.store.metrics.total().get("evicted_bytes", 0) == 0
-    engine.close()
 
 
 def test_an_evicted_segment_gives_its_space_back_while_others_had_it_open(
@@ -275,8 +268,6 @@ def test_an_evicted_segment_gives_its_space_back_while_others_had_it_open(
     for engine in (writer, reader):
         engine.transfers[0].tidy()
     assert inode not in open_inodes()
-    for engine in (writer, reader):
-        engine.close()
 
 
 def test_slots_of_chunks_that_were_not_written_are_used_again(tmp_path: Path) -> None:
@@ -286,8 +277,6 @@ def test_slots_of_chunks_that_were_not_written_are_used_again(tmp_path: Path) ->
     done = second.save(tokens_of(2), BLOCKS)
     assert sorted(answer.slot for answer in done) == [0, 1, 2, 3, 4]
     assert not verify(find_root(tmp_path), second.store._keeper._index).bad
-    first.close()
-    second.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -315,7 +304,6 @@ def test_the_keeper_outlives_any_fault(tmp_path: Path, monkeypatch: pytest.Monke
     for number in range(20, 26):
         engine.save(tokens_of(number), BLOCKS)
     assert engine.load(tokens_of(25), TARGET)[0] == 5
-    engine.close()
 
 
 def test_a_set_is_closed_although_the_index_failed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,4 +320,3 @@ def test_a_set_is_closed_although_the_index_failed_once(tmp_path: Path, monkeypa
         engine.save(tokens_of(number), BLOCKS)
     supply = engine.store._keeper.supplies.common
     wait_until(lambda: sum(info.is_open for info in engine.store._keeper._index.sets()) <= 1 + len(supply._spares))
-    engine.close()

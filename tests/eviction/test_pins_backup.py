@@ -115,18 +115,17 @@ def test_an_engine_restores_them_by_itself(place: Place) -> None:
 
 
 def test_a_rebuild_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = Place(tmp_path, {}, lambda: shutil.rmtree(tmp_path / "kv/v2/index"))
+    place = Place(tmp_path, {}, lambda: None)
     opened = place.open()
     add_pin(opened, NewPin(NAMESPACE, None, "", None))
     opened.close()
-    place.lose()
+    shutil.rmtree(tmp_path / "kv/v2/index")
     assert main(["index", "rebuild", str(place.settings.root)]) == 0
     assert "1 pin and 0 quotas that the index had lost were restored" in capsys.readouterr().out
 
 
 def test_strange_files_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    place = Place(tmp_path, {}, lambda: shutil.rmtree(tmp_path / "kv/v2/index"))
-    opened = place.open()
+    opened = Place(tmp_path, {}, lambda: None).open()
     fill(opened)
     folder = opened.root.folder / NOTES_FOLDER
     for number, text in enumerate(

@@ -29,8 +29,11 @@ def record(rank: int) -> NewRecord:
     return NewRecord(bytes(16), Location(SET_ID, rank, 0, 4096, extent, (1,)), Extent(0, 1, 0, 2))
 
 
+Removed = tuple[Remover, MemoryIndex, Path, Path, Clock]
+
+
 @pytest.fixture
-def removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Remover, MemoryIndex, Path, Path, Clock]:
+def removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Removed:
     """A remover after it removed a set of two files, of which the second was away."""
     folder, clock = tmp_path / "v2" / NAMESPACE.hex(), Clock()
     folder.mkdir(parents=True)
@@ -48,9 +51,7 @@ def removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Remover, M
     return remover, index, tmp_path / "away", files[1], clock
 
 
-def test_its_bytes_count_until_it_is_back_and_unlinked(
-    removed: tuple[Remover, MemoryIndex, Path, Path, Clock],
-) -> None:
+def test_its_bytes_count_until_it_is_back_and_unlinked(removed: Removed) -> None:
     remover, index, away, file, clock = removed
     assert remover.pending_bytes(clock.now_s) == FILE_BYTES
     remover.finish(clock.now_s)
@@ -60,18 +61,14 @@ def test_its_bytes_count_until_it_is_back_and_unlinked(
     assert not file.exists() and remover.pending_bytes(clock.now_s) == 0
 
 
-def test_what_never_comes_back_does_not_count_for_ever(
-    removed: tuple[Remover, MemoryIndex, Path, Path, Clock],
-) -> None:
+def test_what_never_comes_back_does_not_count_for_ever(removed: Removed) -> None:
     remover, _, _, _, clock = removed
     remover.finish(clock.now_s)
     clock.now_s += AWAY_S + 1
     assert remover.pending_bytes(clock.now_s) == 0
 
 
-def test_a_set_that_was_taken_in_again_is_left_to_the_index(
-    removed: tuple[Remover, MemoryIndex, Path, Path, Clock],
-) -> None:
+def test_a_set_that_was_taken_in_again_is_left_to_the_index(removed: Removed) -> None:
     remover, index, away, file, clock = removed
     away.rename(file)
     index.create_set(SetInfo(SET_ID, NAMESPACE, "", FILE_BYTES, clock.now_s, clock.now_s, is_open=False))
@@ -119,9 +116,7 @@ def test_what_a_sweep_unlinked_in_between_is_not_away(tmp_path: Path, monkeypatc
     assert first.pending_bytes(clock.now_s) == 0
 
 
-def test_room_is_made_beside_what_is_away(
-    removed: tuple[Remover, MemoryIndex, Path, Path, Clock], tmp_path: Path
-) -> None:
+def test_room_is_made_beside_what_is_away(removed: Removed, tmp_path: Path) -> None:
     """Otherwise a full root would save nothing for AWAY_S after a brick was down."""
     _, index, _, _, clock = removed
     for number in (1, 2):
