@@ -28,6 +28,7 @@ from kvtier.scheduler.store import WantedChunk
 from kvtier.storage.root import find_root
 from kvtier.storage.segments import SegmentFiles
 from tests.eviction.test_capacity import BLOCKS, RECORD_BYTES, SEGMENT_BYTES, TARGET, small_disk, tiny, tokens_of
+from tests.scheduler.test_slow_writers import after, once
 from tests.support.rig import Engine
 from tests.waiting import wait_until
 
@@ -49,6 +50,30 @@ def on_disk(root: Path) -> set[int]:
 
 def disk_bytes(root: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in root.glob("v2/*/*.kvseg"))
+
+
+# --- one at a time ---
+
+
+@pytest.mark.parametrize("when", ["between two sets", "before a removal"])
+def test_an_evictor_that_was_replaced_removes_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """It was stopped (SIGSTOP, a hung mount) for longer than its lease, and another went on. Before a removal the index
+    itself checks the token."""
+    index, now = MemoryIndex(), [100.0]
+    for number in range(3):
+        put(index, number)
+    slow = Evictor(index, tmp_path, "slow", clock=lambda: now[0])
+
+    def be_replaced() -> None:
+        now[0] += 60.0
+        assert index.acquire_lease(EVICT_LEASE, "other", now[0], 30.0)
+
+    target, name = (slow._remover, "remove") if when == "between two sets" else (index, "put_note")
+    monkeypatch.setattr(target, name, after(getattr(target, name), once(be_replaced)))
+    assert slow.make_room(Need(300, SPACE), 300) is None
+    assert ids(index) == ([1, 2] if when == "between two sets" else [0, 1, 2]) and index.notes("", 100.0) == {}
 
 
 # --- deaths ---

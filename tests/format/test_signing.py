@@ -70,6 +70,25 @@ def failed(engine: Engine, tokens: list[int] = TOKENS) -> list[frozenset[int]]:
     return [done.failed_blocks for done in engine.load(tokens, TARGET)[1]]
 
 
+def saved(root: Path, changes: dict[str, object], **more: Any) -> Engine:
+    """Return the engine, ended, that saved TOKENS."""
+    engine = Engine(root, changes=changes, **more)
+    engine.save(TOKENS, BLOCKS)
+    engine.close()
+    return engine
+
+
+@pytest.fixture
+def late(tmp_path: Path) -> Iterator[LazyEngine]:
+    """An engine over a device that signs, and has saved."""
+    with walks.all_given_back() as made:
+        engine = LazyEngine(tmp_path / "kv", changes=signed(tmp_path))
+        engine.lay_over(admit="never")
+        made.append(engine)
+        assert {done.outcome for done in walks.save(engine)} == {SaveOutcome.SAVED}
+        yield engine
+
+
 # --- what is ours is loaded ---
 
 
@@ -78,9 +97,7 @@ def failed(engine: Engine, tokens: list[int] = TOKENS) -> list[frozenset[int]]:
 def test_any_engine_with_the_secret_loads_it(tmp_path: Path, made: list[Engine], writers: int, readers: int) -> None:
     """Also one of other ranks, which reads some slabs of a record, or of several."""
     changes = signed(tmp_path)
-    writer = Engine(tmp_path / "kv", tensor_size=writers, changes=changes)
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved(tmp_path / "kv", changes, tensor_size=writers)
     reader = Engine(tmp_path / "kv", tensor_size=readers, changes=changes)
     made.append(reader)
     assert failed(reader) == [frozenset()] * readers
@@ -99,86 +116,68 @@ def test_who_has_another_secret_or_none_finds_nothing(tmp_path: Path, made: list
     assert "signing" not in made[2].namespace.canonical_json(), "unsigned namespaces are those of before"
 
 
-def test_signed_loads_on_a_device_go_through_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with walks.all_given_back() as made:
-        engine = LazyEngine(tmp_path / "kv", changes=signed(tmp_path))
-        engine.lay_over(admit="never")
-        made.append(engine)
-        assert {done.outcome for done in walks.save(engine)} == {SaveOutcome.SAVED}
-        ring, seen = engine.worker.io.ring, []
-        submit_each = ring.submit_each
-        monkeypatch.setattr(
-            ring, "submit_each", lambda batches: [seen.extend(chain(*batches)), submit_each(batches)][1]
-        )
-        assert walks.load(engine).failed_blocks == frozenset()
-        assert walks.is_equal(engine.blocks(walks.TARGET), walks.expected(engine))
-        assert len(seen) == 10 and not any(op.on_device for op in seen), "slabs and header pages, into host memory"
-        found = engine.transfers[0].metrics.total()
-        assert names.HOST_HIT_CHUNKS not in found and found[names.FILE_READ_BYTES] > 0
-        plant_in_files(tmp_path / "kv", engine.namespace.id, changed_slabs)
-        assert walks.load(engine).failed_blocks == frozenset(walks.TARGET)
-        time.sleep(0.1)
-        engine.transfers[0].tidy()  # reads ahead that were under way have their slots until they return
+def test_signed_loads_on_a_device_go_through_host_memory(
+    late: LazyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring, seen = late.worker.io.ring, []
+    submit_each = ring.submit_each
+    monkeypatch.setattr(ring, "submit_each", lambda batches: [seen.extend(chain(*batches)), submit_each(batches)][1])
+    assert walks.load(late).failed_blocks == frozenset()
+    assert walks.is_equal(late.blocks(walks.TARGET), walks.expected(late))
+    assert len(seen) == 10 and not any(op.on_device for op in seen), "slabs and header pages, into host memory"
+    found = late.transfers[0].metrics.total()
+    assert names.HOST_HIT_CHUNKS not in found and found[names.FILE_READ_BYTES] > 0
+    plant_in_files(tmp_path / "kv", late.namespace.id, changed_slabs)
+    assert walks.load(late).failed_blocks == frozenset(walks.TARGET)
+    time.sleep(0.1)
+    late.transfers[0].tidy()  # reads ahead that were under way have their slots until they return
 
 
-def test_what_goes_bad_on_the_way_up_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with walks.all_given_back() as made:
-        engine = LazyEngine(tmp_path / "kv", changes=signed(tmp_path))
-        engine.lay_over(admit="never")
-        made.append(engine)
-        walks.save(engine)
-        copy, copies = engine.order.begin_copies, []
+def test_what_goes_bad_on_the_way_up_is_read_again(
+    late: LazyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, copies = late.order.begin_copies, []
 
-        def bad_once(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
-            copies.extend(pairs)
-            ((target, source),) = pairs
-            return copy([(target, torch.zeros_like(source) if len(copies) == 1 else source)])
+    def bad_once(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+        copies.extend(pairs)
+        ((target, source),) = pairs
+        return copy([(target, torch.zeros_like(source) if len(copies) == 1 else source)])
 
-        monkeypatch.setattr(engine.order, "begin_copies", bad_once)
-        assert walks.load(engine).failed_blocks == frozenset()
-        assert len(copies) == 6 and walks.is_equal(engine.blocks(walks.TARGET), walks.expected(engine))
+    monkeypatch.setattr(late.order, "begin_copies", bad_once)
+    assert walks.load(late).failed_blocks == frozenset()
+    assert len(copies) == 6 and walks.is_equal(late.blocks(walks.TARGET), walks.expected(late))
 
 
-def test_a_full_host_arena_makes_signed_loads_wait_and_loses_none(tmp_path: Path) -> None:
-    with walks.all_given_back() as made:
-        engine = LazyEngine(tmp_path / "kv", changes=signed(tmp_path))
-        engine.lay_over(admit="never")
-        made.append(engine)
-        walks.save(engine)
-        taken = []
-        while (slot := engine.host.reserve()) is not None:
-            taken.append(slot)
-        engine.host.discard(taken.pop())  # one is left to land in
-        assert walks.load(engine).failed_blocks == frozenset()
-        assert walks.is_equal(engine.blocks(walks.TARGET), walks.expected(engine))
-        for slot in taken:
-            engine.host.discard(slot)
+def test_a_full_host_arena_makes_signed_loads_wait_and_loses_none(late: LazyEngine) -> None:
+    taken = []
+    while (slot := late.host.reserve()) is not None:
+        taken.append(slot)
+    late.host.discard(taken.pop())  # one is left to land in
+    assert walks.load(late).failed_blocks == frozenset()
+    assert walks.is_equal(late.blocks(walks.TARGET), walks.expected(late))
+    for slot in taken:
+        late.host.discard(slot)
 
 
-def test_nobody_who_waits_for_a_slot_takes_the_one_that_was_just_read_into(tmp_path: Path) -> None:
-    with walks.all_given_back() as made:
-        engine = LazyEngine(tmp_path / "kv", changes=signed(tmp_path))
-        engine.lay_over(admit="never")
-        made.append(engine)
-        walks.save(engine)
-        table = engine.host._table
+def test_nobody_who_waits_for_a_slot_takes_the_one_that_was_just_read_into(late: LazyEngine) -> None:
+    table = late.host._table
 
-        class Crowded(threading.Condition):
-            """Whenever the arena is let go of, others take a slot and give it back."""
+    class Crowded(threading.Condition):
+        """Whenever the arena is let go of, others take a slot and give it back."""
 
-            def __exit__(self, *args: Any) -> None:
-                slot = table.reserve()
-                if slot is not None:
-                    table.discard([slot])
-                super().__exit__(*args)
+        def __exit__(self, *args: Any) -> None:
+            slot = table.reserve()
+            if slot is not None:
+                table.discard([slot])
+            super().__exit__(*args)
 
-        taken = [engine.host.reserve() for _ in range(engine.host.n_slots - 1)]
-        engine.host._lock = Crowded()
-        assert walks.load(engine).failed_blocks == frozenset()
-        assert walks.is_equal(engine.blocks(walks.TARGET), walks.expected(engine))
-        for slot in taken:
-            assert slot is not None
-            engine.host.discard(slot)
+    taken = [late.host.reserve() for _ in range(late.host.n_slots - 1)]
+    late.host._lock = Crowded()
+    assert walks.load(late).failed_blocks == frozenset()
+    assert walks.is_equal(late.blocks(walks.TARGET), walks.expected(late))
+    for slot in taken:
+        assert slot is not None
+        late.host.discard(slot)
 
 
 # --- what strangers plant is not ---
@@ -264,9 +263,7 @@ def test_what_is_planted_in_files(
 ) -> None:
     changes = signed(tmp_path) if is_signed else NO_CACHE
     changes = changes | {"index": {"kind": "memory"}}  # made anew from what the files say, by the next engine
-    writer = Engine(tmp_path / "kv", changes=changes)
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    writer = saved(tmp_path / "kv", changes)
     plant_in_files(tmp_path / "kv", writer.namespace.id, plant)
     reader = Engine(tmp_path / "kv", changes=changes)
     made.append(reader)
@@ -291,10 +288,7 @@ def rebuilt(engine: Engine) -> None:
 def test_a_record_of_another_namespace_with_the_same_secret(tmp_path: Path, made: list[Engine]) -> None:
     """Keys chain from the namespace, so the stranger writes the other model's record under the key that is wanted."""
     changes = signed(tmp_path) | {"index": {"kind": "memory"}}
-    writers = [Engine(tmp_path / "kv", weights=weights, changes=changes) for weights in ("one", "two")]
-    for writer in writers:
-        writer.save(TOKENS, BLOCKS)
-        writer.close()
+    writers = [saved(tmp_path / "kv", changes, weights=weights) for weights in ("one", "two")]
     one, two = (next((tmp_path / "kv" / "v2" / w.namespace.id.hex()).glob("*.kvseg")) for w in writers)
     _, theirs = records_of(two)
 
@@ -312,9 +306,7 @@ def test_a_record_of_another_namespace_with_the_same_secret(tmp_path: Path, made
 
 def test_a_record_that_was_copied_to_another_slot_is_the_same_kv(tmp_path: Path, made: list[Engine]) -> None:
     changes = signed(tmp_path) | {"index": {"kind": "memory"}}
-    writer = Engine(tmp_path / "kv", changes=changes)
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    writer = saved(tmp_path / "kv", changes)
 
     def turn(records: Records) -> None:
         found = list(records.values())
@@ -378,9 +370,7 @@ def with_sums(engine: Engine, key: bytes, at: Location) -> Location:
 
 
 def test_verify_checks_signatures_with_the_secret_and_says_when_it_has_none(tmp_path: Path) -> None:
-    engine = Engine(tmp_path / "kv", changes=signed(tmp_path))
-    engine.save(TOKENS, BLOCKS)
-    engine.close()
+    engine = saved(tmp_path / "kv", signed(tmp_path))
     root, signer = find_root(tmp_path / "kv"), Signer(SECRET)
     assert verify(root, MemoryIndex(), signer=signer).unproved == 0
     assert verify(root, MemoryIndex(), signer=signer).bad == ()
@@ -408,9 +398,7 @@ def test_check_and_doctor_say_what_is_wrong_with_the_secret(tmp_path: Path, caps
 def test_the_command_verify_takes_the_secret_from_the_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine = Engine(tmp_path / "kv", changes=signed(tmp_path))
-    engine.save(TOKENS, BLOCKS)
-    engine.close()
+    engine = saved(tmp_path / "kv", signed(tmp_path))
     plant_in_files(tmp_path / "kv", engine.namespace.id, no_tags)
     shutil.rmtree(tmp_path / "kv" / "v2" / "index")  # which knows other checksums
     config = tmp_path / "kvtier.yaml"

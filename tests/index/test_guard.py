@@ -71,6 +71,11 @@ class Scene:
         return self.metrics.total().get(name, 0)
 
 
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
 def raises_unavailable(work: Callable[[], object]) -> bool:
     try:
         work()
@@ -79,8 +84,7 @@ def raises_unavailable(work: Callable[[], object]) -> bool:
     return False
 
 
-def test_failures_in_a_row_open_it_and_then_nothing_reaches_the_index() -> None:
-    scene = Scene()
+def test_failures_in_a_row_open_it_and_then_nothing_reaches_the_index(scene: Scene) -> None:
     scene.fail(2)
     scene.index.is_down = False
     scene.guard.resolve([key(0)])  # an answer: they are not in a row
@@ -93,8 +97,7 @@ def test_failures_in_a_row_open_it_and_then_nothing_reaches_the_index() -> None:
     assert (scene.count(names.INDEX_PAUSES), scene.count(names.INDEX_FAST_FAILS)) == (1, 10)
 
 
-def test_after_the_pause_one_call_tries_and_the_pause_doubles_up_to_the_longest() -> None:
-    scene = Scene()
+def test_after_the_pause_one_call_tries_and_the_pause_doubles_up_to_the_longest(scene: Scene) -> None:
     scene.fail()
     pauses = []
     for _ in range(7):
@@ -136,8 +139,7 @@ def test_calls_that_fall_into_one_silence_are_one_failure() -> None:
     assert not breaker.allows(2.2) and breaker.worked() and breaker.allows(2.3)
 
 
-def test_an_answer_that_is_a_fault_is_an_answer() -> None:
-    scene = Scene()
+def test_an_answer_that_is_a_fault_is_an_answer(scene: Scene) -> None:
     scene.fail(2)
     with pytest.raises(StaleLease):
         scene.guard.remove_set(1, 77)
@@ -159,8 +161,7 @@ def test_an_index_that_refuses_writes_is_asked_on_and_what_is_published_waits() 
     assert not scene.breaker.is_open and scene.guard.resolve([key(0)]) == []
 
 
-def test_what_is_published_meanwhile_waits_and_goes_out_when_it_is_back() -> None:
-    scene = Scene()
+def test_what_is_published_meanwhile_waits_and_goes_out_when_it_is_back(scene: Scene) -> None:
     scene.fail()
     assert scene.guard.publish([record(n, 1, n) for n in range(40)]) == 40
     assert scene.guard.n_waiting == 40
@@ -174,8 +175,7 @@ def test_what_is_published_meanwhile_waits_and_goes_out_when_it_is_back() -> Non
     assert (scene.count(names.PUBLISH_QUEUED), scene.count(names.PUBLISH_SENT_LATE)) == (40, 40)
 
 
-def test_a_record_of_a_set_that_went_meanwhile_is_refused_in_the_end() -> None:
-    scene = Scene()
+def test_a_record_of_a_set_that_went_meanwhile_is_refused_in_the_end(scene: Scene) -> None:
     scene.fail()
     scene.guard.publish([record(0, 1, 0)])
     scene.index.remove_set(1)
@@ -199,8 +199,7 @@ def test_the_queue_is_bounded_and_the_oldest_go(bounds: QueueBounds) -> None:
     assert scene.guard.resolve([key(19)]) == [] and len(scene.guard.resolve([key(n) for n in range(20, 50)])) == 30
 
 
-def test_what_is_read_from_files_does_not_wait() -> None:
-    scene = Scene()
+def test_what_is_read_from_files_does_not_wait(scene: Scene) -> None:
     scene.fail()
     with pytest.raises(IndexUnavailable):
         scene.guard.publish([record(0, 1, 0)], from_files=True)
@@ -208,8 +207,7 @@ def test_what_is_read_from_files_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize("sender", ["closing", "a thread of its own"])
-def test_what_waits_is_sent_without_a_tick(sender: str) -> None:
-    scene = Scene()
+def test_what_waits_is_sent_without_a_tick(scene: Scene, sender: str) -> None:
     scene.fail(1)
     scene.guard.publish([record(0, 1, 0)])
     scene.index.is_down = False

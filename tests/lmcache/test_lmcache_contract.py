@@ -7,7 +7,8 @@ import random
 import select
 import shlex
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,19 @@ ROOT = Path(__file__).parents[2]
 KEYS = [key(number) for number in range(12)]
 
 
+Connect = Callable[..., LMCacheConnector]
+
+
 @pytest.fixture
-def connector(tmp_path: Path) -> Iterator[LMCacheConnector]:
-    made = connector_at(tmp_path)
-    yield made
-    made.close()
+def connect(tmp_path: Path) -> Iterator[Connect]:
+    """Make connectors with these settings, which are closed after the test."""
+    with ExitStack() as stack:
+        yield lambda **changes: stack.enter_context(closing(connector_at(tmp_path, **changes)))
+
+
+@pytest.fixture
+def connector(connect: Connect) -> LMCacheConnector:
+    return connect()
 
 
 @pytest.fixture
@@ -78,20 +87,17 @@ def test_the_descriptor_is_readable_while_there_is_something_to_drain(connector:
     assert sorted(done.future_id for done in drained) == tasks and not poller.poll(0)
 
 
-def test_after_a_restart_and_with_a_flipped_byte(tmp_path: Path) -> None:
-    first = connector_at(tmp_path)
+def test_after_a_restart_and_with_a_flipped_byte(tmp_path: Path, connect: Connect) -> None:
+    first = connect()
     assert Host(first).put(KEYS).ok
     first.close()
     flip_byte_of(tmp_path, content(KEYS[4], 5000))
-    second = connector_at(tmp_path)
-    try:
-        host = Host(second)
-        assert host.exists(KEYS) == [True] * 12, "the index knows nothing of what happens to files"
-        assert host.get(KEYS) == [*expected(KEYS[:4]), None, *expected(KEYS[5:])]
-        assert second.counters()[metrics.CHECKSUM_FAILURES] == 1
-        assert host.exists(KEYS)[4] is False
-    finally:
-        second.close()
+    second = connect()
+    host = Host(second)
+    assert host.exists(KEYS) == [True] * 12, "the index knows nothing of what happens to files"
+    assert host.get(KEYS) == [*expected(KEYS[:4]), None, *expected(KEYS[5:])]
+    assert second.counters()[metrics.CHECKSUM_FAILURES] == 1
+    assert host.exists(KEYS)[4] is False
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -124,16 +130,11 @@ def test_tasks_of_all_kinds_at_once(host: Host, seed: int) -> None:
     assert host.put(KEYS).ok and host.get(KEYS) == expected(KEYS)
 
 
-def test_salts_are_accounted_by_the_tenants_of_the_settings(tmp_path: Path) -> None:
+def test_salts_are_accounted_by_the_tenants_of_the_settings(connect: Connect) -> None:
     tenants = [{"name": "search", "cache_salts": ["search-*"], "quota_bytes": "4MiB"}]
-    connector = connector_at(tmp_path, capacity={"tenants": tenants})
-    try:
-        host = Host(connector)
-        assert host.put([*KEYS, *(key(number, "search-7") for number in range(20))]).ok
-        assert all(connector.usage_bytes()[tenant] > 0 for tenant in ("", "search"))
-    finally:
-        connector.close()
-        connector.close()  # a second time it does nothing
+    connector = connect(capacity={"tenants": tenants})
+    assert Host(connector).put([*KEYS, *(key(number, "search-7") for number in range(20))]).ok
+    assert all(connector.usage_bytes()[tenant] > 0 for tenant in ("", "search"))
 
 
 def test_a_fault_fails_its_task_and_no_other(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,43 +148,32 @@ def test_a_fault_fails_its_task_and_no_other(host: Host, monkeypatch: pytest.Mon
     assert host.put(KEYS).ok and host.get(KEYS) == expected(KEYS)
 
 
-def test_a_task_too_many_fails_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_too_many_fails_at_once(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lmcache, "TASKS_MAX", 0)
-    connector = connector_at(tmp_path)
-    try:
-        task = connector.submit_batch_exists(KEYS)
-        assert connector.drain_completions() == [(task, False, "looking up: too many tasks wait", [False] * 12)]
-    finally:
-        connector.close()
+    connector = connect()
+    task = connector.submit_batch_exists(KEYS)
+    assert connector.drain_completions() == [(task, False, "looking up: too many tasks wait", [False] * 12)]
 
 
-def test_a_burst_of_tasks_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    connector, may_go_on = connector_at(tmp_path), threading.Event()
-    exists = connector._tier.exists
-    monkeypatch.setattr(connector._tier, "exists", lambda keys: may_go_on.wait(10) and exists(keys))
-    try:
-        tasks = {connector.submit_batch_exists(KEYS) for _ in range(3000)}
-        may_go_on.set()
-        ended: list[Completion] = []
-        wait_until(lambda: ended.extend(connector.drain_completions()) or len(ended) == len(tasks))
-        assert {done.future_id for done in ended} == tasks and all(done.ok for done in ended)
-    finally:
-        connector.close()
+def test_a_burst_of_tasks_waits_for_its_turn(connector: LMCacheConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on, exists = threading.Event(), connector._tier.exists
+    monkeypatch.setattr(connector._tier, "exists", lambda keys: may_go_on.wait(60) and exists(keys))
+    tasks = {connector.submit_batch_exists(KEYS) for _ in range(3000)}
+    may_go_on.set()
+    ended: list[Completion] = []
+    wait_until(lambda: ended.extend(connector.drain_completions()) or len(ended) == len(tasks))
+    assert {done.future_id for done in ended} == tasks and all(done.ok for done in ended)
 
 
-def test_closing_waits_for_what_is_under_way(tmp_path: Path) -> None:
-    connector = connector_at(tmp_path)
+def test_closing_waits_for_what_is_under_way(connect: Connect) -> None:
+    connector = connect()
     connector.submit_batch_set(KEYS, [memoryview(content(name, 5000)) for name in KEYS])
     connector.close()
     connector.drain_completions()
     connector.submit_batch_exists(KEYS)
     assert connector.drain_completions() == [], "nobody asks for its answer any more"
     wait_until(lambda: not threads_named("kvtier-lmcache-"), "the threads' end")
-    again = connector_at(tmp_path)
-    try:
-        assert Host(again).get(KEYS) == expected(KEYS)
-    finally:
-        again.close()
+    assert Host(connect()).get(KEYS) == expected(KEYS)
 
 
 def made_with(**parameters: Any) -> None:

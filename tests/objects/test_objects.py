@@ -43,13 +43,12 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectTier]:
         yield tier
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_what_was_put_comes_back(tier: ObjectTier, size: int) -> None:
+def test_what_was_put_comes_back(tier: ObjectTier) -> None:
     keys = names(20)
     assert tier.exists(keys) == [False] * 20
-    assert put(tier, keys, size) == [True] * 20
+    assert put(tier, keys) == [True] * 20
     assert tier.exists([*keys, b"another"]) == [True] * 20 + [False]
-    assert get(tier, [b"another", *reversed(keys)], size) == [None, *reversed(expected(keys, size))]
+    assert get(tier, [b"another", *reversed(keys)]) == [None, *reversed(expected(keys))]
 
 
 OPERATIONS = st.lists(
@@ -126,7 +125,7 @@ def test_an_index_that_was_lost_is_read_back_before_anything_is_put(tmp_path: Pa
     shutil.rmtree(find_root(tmp_path).index_path or tmp_path)
     with tier_at(tmp_path) as tier:
         wanted = [*names(3), *names(3, "large")]
-        wait_until(lambda: tier.exists(wanted) == [True] * 6, "the segments are read", 20.0)
+        wait_until(lambda: tier.exists(wanted) == [True] * 6, "the segments are read")
         assert get(tier, names(3)) == expected(names(3))
     with tier_at(tmp_path, segment_bytes="32KiB") as tier:
         assert get(tier, names(3)) == expected(names(3)), "sizes that do not fit any more are left alone"
@@ -290,7 +289,7 @@ def test_with_an_index_in_redis(tmp_path: Path) -> None:
             assert other.delete(keys[:2]) == [True, True]
             assert one.exists(keys[:3]) == [False, False, True]
             server.kill()
-            wait_until(lambda: get(one, keys) == [None] * 20, "it is a miss without the index", 20.0)
+            wait_until(lambda: get(one, keys) == [None] * 20, "it is a miss without the index")
     finally:
         server.kill()
 
@@ -300,7 +299,7 @@ def test_a_size_takes_little_of_the_capacity_before_it_is_used(tmp_path: Path) -
     with tier_at(tmp_path, capacity_bytes="256MiB") as tier:
         for pages in range(SIZE_CLASSES_MAX):
             tier.prepare(pages * 4096)
-            wait_until(lambda n=pages: len(tier._index.sets()) == 2 * (n + 1), "sets are made ready", 20.0)  # type: ignore[misc]
+            wait_until(lambda n=pages: len(tier._index.sets()) == 2 * (n + 1), "sets are made ready")  # type: ignore[misc]
 
 
 def test_what_a_killed_process_left_is_whole_or_a_miss(tmp_path: Path) -> None:
