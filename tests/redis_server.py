@@ -11,14 +11,17 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvtier.config.index import IndexSettings
-from kvtier.index.redis.index import RedisIndex
 from tests.waiting import wait_until
 
-Connect = Callable[..., RedisIndex]
+if TYPE_CHECKING:
+    from kvtier.index.redis.index import RedisIndex
+
+Connect = Callable[..., "RedisIndex"]
 
 START_TIMEOUT_S = 30.0
 GENEROUS_MS = 10_000.0

@@ -1,3 +1,3 @@
 """Engines of this folder's tests end with their test."""
 
-from tests.support.rig import engines_end as engines_end  # a fixture
+from tests.support.ends import engines_end as engines_end  # a fixture

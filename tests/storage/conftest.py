@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.rig import engines_end as engines_end  # a fixture
+from tests.support.ends import engines_end as engines_end  # a fixture
 
 Mount = Callable[[Path, str], None]
 

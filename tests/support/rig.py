@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from kvtier.build import make_codec, open_store, open_transfer
@@ -22,16 +22,18 @@ from kvtier.worker.transfer import Transfer
 from tests.waiting import TIMEOUT_S
 
 BLOCK_TOKENS = 16
-_open: list[Engine] = []
+_open: list[Engine] | None = None  # engines of the test that runs; None: tests of this folder end theirs themselves
 
 
-@pytest.fixture(autouse=True)
-def engines_end() -> Iterator[None]:
-    """Close what engines a test leaves. (For conftest.py of folders.)"""
-    _open.clear()
+@contextmanager
+def all_ended() -> Iterator[None]:
+    """Close what engines are left open. (Fixture engines_end of tests.support.ends.)"""
+    global _open
+    _open = []
     yield
     while _open:
         _open[0].close()
+    _open = None
 
 
 def geometry(**changes: object) -> Geometry:
@@ -136,7 +138,8 @@ class Engine:
         except BaseException:
             self.close()
             raise
-        _open.append(self)
+        if _open is not None:
+            _open.append(self)
 
     @property
     def chunk_blocks(self) -> int:
@@ -220,7 +223,8 @@ class Engine:
         if self.is_closed:
             return
         self.is_closed = True
-        _open[:] = [one for one in _open if one is not self]
+        if _open is not None:
+            _open[:] = [one for one in _open if one is not self]
         for transfer in self.transfers:
             transfer.drain(5)
             transfer.close()
