@@ -5,15 +5,20 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+PORTS = (10_000, 20_000)  # below those that systems give to connections; a Redis cluster's bus takes 10,000 above
+REDIS_START_S = 30.0
 LOG_TAIL = 1500  # characters of a log in an error message
 _PR_SET_PDEATHSIG = 1  # prctl option: signal to send when the parent ends
 
@@ -94,6 +99,36 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def free_port() -> int:
+    while True:
+        port = random.SystemRandom().randrange(*PORTS)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+@contextmanager
+def redis_server(logs: Path, *words: str, program: Path | None = None) -> Iterator[int]:
+    """Run a server that keeps nothing on disk; yield its port. program: folder with it and its libraries."""
+    port, log = free_port(), logs / "redis.log"
+    command = ["redis-server" if program is None else str(program / "redis-server"), "--port", str(port)]
+    command += ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(logs), *words]
+    if program is not None:
+        Path(command[0]).chmod(0o755)  # a transfer may lose it
+    process = launch(command, log, os.environ | ({} if program is None else {"LD_LIBRARY_PATH": str(program)}))
+    try:
+        deadline = time.monotonic() + REDIS_START_S
+        while True:
+            with socket.socket() as one:
+                if one.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"redis-server does not start: {log.read_text()}")
+            time.sleep(0.05)
+        yield port
+    finally:
+        stop(process)
 
 
 def tail(log_path: Path, n_chars: int = LOG_TAIL) -> str:

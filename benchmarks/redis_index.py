@@ -15,13 +15,12 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import random
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ import redis
 
 from benchmarks import report
 from benchmarks.lookup import N_CHUNKS, SET_SLOTS, fill, records_of
+from benchmarks.processes import redis_server
 from kvtier.config.index import IndexSettings
 from kvtier.index.base import SetInfo
 from kvtier.index.redis.index import RedisIndex
@@ -46,28 +46,19 @@ RESULT = Path(__file__).parent / "results" / "redis_index.json"
 @contextmanager
 def servers(folder: Path, count: int) -> Iterator[list[int]]:
     """Start servers, a cluster when they are several; yield their ports, and kill them."""
-    ports, processes = [], []
-    try:
+    cluster = ["--cluster-enabled", "yes"] if count > 1 else []
+    with ExitStack() as stack:
+        ports = []
         for number in range(count):
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                ports.append(free.getsockname()[1] % 20_000 + 20_000)  # the bus takes the port 10000 above
             own = folder / f"{count}-{number}"
             own.mkdir()
-            words = ["redis-server", "--port", str(ports[-1]), "--dir", str(own), "--save", "", "--bind", "127.0.0.1"]
-            words += ["--cluster-enabled", "yes"] if count > 1 else []
-            processes.append(subprocess.Popen(words, stdout=subprocess.DEVNULL))
-        for port in ports:
-            wait_for(lambda port=port: redis.Redis(port=port).ping())  # type: ignore[misc]
+            ports.append(stack.enter_context(redis_server(own, *cluster)))
         if count > 1:
             addresses = [f"127.0.0.1:{port}" for port in ports]
             create = ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"]
             subprocess.run(create, check=True, capture_output=True, timeout=60)
             wait_for(lambda: all(cluster_state(port) == "ok" for port in ports))
         yield ports
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def cluster_state(port: int) -> str:

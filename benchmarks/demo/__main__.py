@@ -8,7 +8,6 @@ Exit status 1 if an output differs or nothing was reused.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import report
+from benchmarks.gpu.systems import environment_of
+from benchmarks.processes import EngineFailed, EngineProcess
 
 PROMPT_TOKENS = (1600, 3200, 6400)
 SHARED_PREFIX_TOKENS = 2560
@@ -31,6 +34,16 @@ KVTIER = {
     "segment_bytes": "256MiB",
     "host": {"arena_bytes": "512MiB"},
     "min_load_tokens": 256,
+}
+ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 16384, "block_size": 32, "max_num_seqs": 4}
+ENGINE |= {"max_num_batched_tokens": 2048, "enable_prefix_caching": False}  # what is reused came from the tier
+# A KV cache of a fixed size, so that the tier's staging has room; vLLM picks Triton's attention there, which takes
+# float32. On the CPU the environment gives the size.
+ON_A_GPU = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.5}
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",  # as without a connector: with one, vLLM computes on a core less
 }
 
 Answers = list[dict[str, Any]]
@@ -50,26 +63,24 @@ def questions(tokens: list[int]) -> tuple[list[dict[str, Any]], list[dict[str, A
     ]
 
 
-def run_engine(name: str, folder: Path, job: dict[str, Any]) -> Answers:
+def run_engine(name: str, folder: Path, model: Path, asked: list[dict[str, Any]]) -> Answers:
     """Run one engine process and show that it is alive. Raise SystemExit with its output if it fails."""
-    job_path, result_path, log_path = (folder / f"engine-{name}{end}" for end in (".json", "-result.json", ".log"))
-    job_path.write_text(json.dumps(job))
-    result_path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.demo.engine", str(job_path), str(result_path)]
+    llm = ENGINE | (ON_A_GPU if torch.cuda.is_available() else {})
+    extra = {"root": str(folder / "tier"), **KVTIER}
+    job = {"model": str(model), "vocabulary": 0, "system": "kvtier", "folder": str(folder), "extra": extra, "llm": llm}
+    job |= {"environment": environment_of("kvtier", folder) | ENVIRONMENT, "steps": [["answer_questions", asked]]}
+    process = EngineProcess(f"engine-{name}", job, folder, ENGINE_TIMEOUT_S)
     started = time.monotonic()
-    with log_path.open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        while process.poll() is None:
-            seconds = time.monotonic() - started
-            show_progress(f"engine {name}: starts and answers {len(job['questions'])} prompts ... {seconds:.0f} s")
-            if seconds > ENGINE_TIMEOUT_S:
-                process.kill()
-            time.sleep(0.25)
-    show_progress(f"engine {name}: process {process.pid} has ended after {time.monotonic() - started:.0f} s\n")
-    if process.returncode != 0 or not result_path.exists():
-        raise SystemExit(f"engine {name} failed; the end of {log_path}:\n" + log_path.read_text()[-3000:])
-    results: Answers = json.loads(result_path.read_text())
-    return results
+    while not process.is_over and time.monotonic() < started + ENGINE_TIMEOUT_S:
+        seconds = time.monotonic() - started
+        show_progress(f"engine {name}: starts and answers {len(asked)} prompts ... {seconds:.0f} s")
+        time.sleep(0.25)
+    try:
+        found: Answers = process.results(1.0)["answer_questions"]
+    except EngineFailed as failure:
+        raise SystemExit(f"\n{failure}") from None
+    show_progress(f"engine {name}: its process has answered {len(asked)} prompts\n")
+    return found
 
 
 def show_progress(line: str) -> None:
@@ -112,22 +123,19 @@ def main() -> int:
     show_progress("making a model with random weights ...")
     from transformers import AutoTokenizer
 
-    from benchmarks.demo.model import make_model, size_here
+    from benchmarks.demo.model import make_model_here
     from benchmarks.serving.documents import python_text
 
-    size = size_here()
-    model = folder / size.name
-    make_model(model, size)
+    model = make_model_here(folder)
     needed = sum(PROMPT_TOKENS) + OWN_TOKENS + FOLLOW_UP_TOKENS
     tokens = AutoTokenizer.from_pretrained(model)(python_text()[: needed * 8])["input_ids"]
     show_progress(f"the model is in {model}\n")
 
     prompts, others = questions(tokens)
-    job = {"model": str(model), "kvtier": {"root": str(root), **KVTIER}}
     # A computes all of them; of the last two it stores nothing, so that B finds no more than what they share.
     asked = [{**q, "shared": True} for q in prompts] + [{**q, "shared": False} for q in others]
-    cold = run_engine("A", folder, {**job, "questions": asked})
-    warm = run_engine("B", folder, {**job, "questions": [{**q, "shared": True} for q in prompts + others]})
+    cold = run_engine("A", folder, model, asked)
+    warm = run_engine("B", folder, model, [{**q, "shared": True} for q in prompts + others])
 
     rows = rows_of(cold, warm)
     print()

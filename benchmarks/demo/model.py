@@ -1,49 +1,39 @@
 """Llama with saved random weights and a tokenizer trained here: nothing is downloaded.
 
+    python -m benchmarks.demo.model FOLDER [8b]        # weights that vLLM makes up, for servers without a registry
+
 Random weights of this spread make the next token depend on all of the KV, so that wrong KV would show as other output;
-weights near zero (vLLM's `dummy` format) would not. float32, so that equal outputs mean equal KV.
+weights near zero (vLLM's `dummy` format) would not. float32, so that equal outputs mean equal KV. The vocabulary is the
+tokenizer's, so that every token of an answer is text. " hi" is one token, as benchmarks/long_doc_qa.py assumes.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedTokenizerFast
 
+from benchmarks.gpu.models import DIMENSIONS, Dimensions, config_of, save_weights
 from benchmarks.serving.documents import python_text
 
 VOCABULARY = 4096
 CONTEXT_TOKENS = 16384
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """spread: of the weights; spread**2 x hidden is the same for all sizes, and with it how a layer treats errors."""
-
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    spread: float
-
-    @property
-    def name(self) -> str:
-        return f"model-{self.hidden}"
+def size_of(hidden: int, intermediate: int, heads: int, kv_heads: int, head_size: int, spread: float) -> Dimensions:
+    sizes = (8, hidden, intermediate, heads, kv_heads, head_size, VOCABULARY, CONTEXT_TOKENS)
+    return Dimensions(*sizes, is_saved=True, spread=spread)
 
 
-ON_CPU = ModelSize(768, 2048, 12, 4, 64, 0.15)
+ON_CPU = size_of(768, 2048, 12, 4, 64, 0.15)
 # The same KV a token, but 0.8 billion weights (3 GB): a GPU computes the smaller one faster than any disk is read.
-ON_GPU = ModelSize(3072, 8192, 24, 2, 128, 0.075)
-
-
-def size_here() -> ModelSize:
-    return ON_GPU if torch.cuda.is_available() else ON_CPU
+ON_GPU = size_of(3072, 8192, 24, 2, 128, 0.075)
 
 
 def make_tokenizer(folder: Path, texts: Sequence[str]) -> None:
@@ -64,26 +54,28 @@ def make_tokenizer(folder: Path, texts: Sequence[str]) -> None:
     fast.save_pretrained(folder)
 
 
-def make_model(folder: Path, size: ModelSize) -> None:
+def make_model(folder: Path, size: Dimensions) -> None:
     """Write model and tokenizer, unless the folder has them."""
-    if (folder / "model.safetensors").exists():
-        return
-    make_tokenizer(folder, [python_text()])
-    disable_progress_bar()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=8,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_size,
-        max_position_embeddings=CONTEXT_TOKENS,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-        tie_word_embeddings=False,
-        initializer_range=size.spread,
-    )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    if not (folder / "model.safetensors").exists():
+        make_tokenizer(folder, [python_text()])
+        save_weights(size, folder, "float32")
+
+
+def make_model_here(folder: Path) -> Path:
+    """Make the model of this machine in a folder below; return that."""
+    size = ON_GPU if torch.cuda.is_available() else ON_CPU
+    make_model(folder / f"model-{size.hidden}", size)
+    return folder / f"model-{size.hidden}"
+
+
+def make_dummy(folder: Path, kind: str) -> None:
+    """Write config.json of a model's dimensions and the tokenizer, unless the folder has them."""
+    if not (folder / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        make_tokenizer(folder, [python_text(), " hi" * 10_000])
+        size = dataclasses.replace(DIMENSIONS[kind], vocabulary=VOCABULARY)
+        (folder / "config.json").write_text(json.dumps(config_of(size), indent=1))
+
+
+if __name__ == "__main__":
+    make_dummy(Path(sys.argv[1]), *(sys.argv[2:] or ["8b"]))

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import triton.testing
 
-from benchmarks.gpu.kernel_cases import CHUNK_TOKENS, RUNS, TUNE_RUNS, DeviceClock, PagesCase, Row, Work, run
+from benchmarks.gpu.kernels import CHUNK_TOKENS, RUNS, TUNE_RUNS, DeviceClock, PagesCase, Row, Work, run
 from kvtier.codecs.coded_pages import SlabShape
 from kvtier.codecs.int8 import device as int8_device
 from kvtier.codecs.int8.codec import Int8Coder

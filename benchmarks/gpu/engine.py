@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.engine JOB.json RESULT.json TIMEOUT_S
 
-Job: EngineSetup.job with "steps": [[name, arguments...], ...], the functions of steps*.py, and optionally "watch": of
-how many of kvtier's chunks one is digested. processes.py starts it and sets the environment.
+Job: EngineSetup.job with "steps": [[name, arguments...], ...], functions of steps.py and of the scripts, and optionally
+"watch": of how many of kvtier's chunks one is digested. processes.py starts it and sets the environment.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
 
 def main(job_path: Path, result_path: Path, timeout_s: float) -> None:
     faulthandler.dump_traceback_later(max(10.0, timeout_s - DUMP_BEFORE_END_S), exit=False)
-    from benchmarks.gpu import steps, steps_decode, steps_equality, steps_load, steps_shared, steps_under_load
+    from benchmarks.gpu import equality, load_mix, save_cost, steps, two_engines, under_load
 
-    modules = (steps, steps_decode, steps_equality, steps_load, steps_shared, steps_under_load)
+    modules = (equality, load_mix, save_cost, two_engines, under_load, steps)
     known = {name: step for module in modules for name, step in vars(module).items()}
     job = json.loads(job_path.read_text())
     engine = MeasuredEngine(job)

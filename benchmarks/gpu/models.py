@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WEIGHT_SPREAD = 0.15
 FIRST_TOKEN = 10  # smaller ids are special tokens
 LATENT_RANK, LATENT_ROTARY, LATENT_PLAIN = 512, 64, 128  # MLA: a token keeps rank + rotary elements a layer
 
@@ -23,7 +22,8 @@ LATENT_RANK, LATENT_ROTARY, LATENT_PLAIN = 512, 64, 128  # MLA: a token keeps ra
 class Dimensions:
     """Dimensions of a Llama, or of a DeepSeek-V2 without experts where `is_mla`.
 
-    is_saved: its weights are written to the folder; else vLLM makes them up.
+    is_saved: its weights are written to the folder; else vLLM makes them up. spread: of saved weights; spread**2 x
+    hidden is the same for all sizes, and with it how a layer treats errors.
     """
 
     layers: int
@@ -36,6 +36,7 @@ class Dimensions:
     context_tokens: int
     is_saved: bool = False
     is_mla: bool = False
+    spread: float = 0.15
 
     def token_bytes(self, element_bytes: int = 2) -> int:
         """Return the bytes of one token's KV over all layers and heads."""
@@ -66,7 +67,7 @@ def make_model(kind: str, folder: Path) -> Path:
     made = folder / f"{kind}.{os.getpid()}"
     made.mkdir(parents=True)
     if size.is_saved:
-        _save_weights(size, made)
+        save_weights(size, made, "bfloat16")
     else:
         (made / "config.json").write_text(json.dumps(config_of(size), indent=1))
     try:
@@ -105,11 +106,14 @@ def _common(size: Dimensions) -> dict[str, Any]:
     }
 
 
-def _save_weights(size: Dimensions, target: Path) -> None:
+def save_weights(size: Dimensions, target: Path, dtype: str) -> None:
+    """Write config.json and random weights, the same each time."""
     import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+    from transformers.utils.logging import disable_progress_bar
 
-    common = _common(size) | {"pad_token_id": 2, "initializer_range": WEIGHT_SPREAD}
+    disable_progress_bar()
+    common = _common(size) | {"pad_token_id": 2, "initializer_range": size.spread}
     torch.manual_seed(0)
     model: PreTrainedModel
     if not size.is_mla:
@@ -136,4 +140,4 @@ def _save_weights(size: Dimensions, target: Path) -> None:
             **common,
         )
         model = DeepseekV2ForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(target)
+    model.to(getattr(torch, dtype)).save_pretrained(target)

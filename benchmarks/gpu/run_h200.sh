@@ -181,7 +181,7 @@ long_doc_qa() {
       \"min_load_tokens\": 64, \"segment_bytes\": \"16MiB\", \"host\": {\"arena_bytes\": \"64MiB\"}}"
     asked="--num-documents 6 --document-length 300 --repeat-count 1 --repeat-mode tile"
   fi
-  python3 -m benchmarks.versus.text_model "$model" ${TINY:+tiny} || return 1
+  python3 -m benchmarks.demo.model "$model" ${TINY:+tiny} || return 1
   timeout -k 30 "$limit" python3 -m benchmarks.serving long_doc_qa --systems "${SYSTEMS:-$systems}" --model "$model" \
     --work "$WORK/serving" --out "$OUT/${NAME:-long_doc_qa}.json" --tier "$tier" --start-timeout 150 \
     --native '{"cpu_bytes_to_use": 17179869184}' --vllm "$forwards --gpu-memory-utilization 0.5 $vllm" \

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import inside
-from benchmarks.gpu.engine import NO_TIER, MeasuredEngine
+from benchmarks.gpu.engine import NO_TIER, MeasuredEngine, parameters
 from benchmarks.gpu.models import prompt
 
 STORE_PASSES = 3  # at most, to store a prompt whose chunks were skipped
 TURN_POLL_S = 0.02
+ANSWER_TOKENS = 24  # of each question of the demo
 
 Row = dict[str, Any]
 
@@ -134,6 +135,31 @@ def answer_documents(
     for tokens in prompts:
         rows["loaded"] += engine.ask([tokens], n_tokens, {"kvtier_save": False})
         engine.forget()
+    return rows
+
+
+def answer_questions(engine: MeasuredEngine, questions: list[Row]) -> list[Row]:
+    """Answer one question after another. Each has name, tokens, shared (whether the tier may be used); one that
+    `follows` an earlier one continues its conversation: its tokens, its answer, then these."""
+    engine.ask([list(range(10, 110))], ANSWER_TOKENS, NO_TIER)  # less than a chunk, so that nothing of it is stored
+    conversations: dict[str | None, list[int]] = {}
+    rows = []
+    for question in questions:
+        name, may = question["name"], question["shared"]
+        tokens = conversations.get(question.get("follows"), []) + question["tokens"]
+        sampling = parameters(ANSWER_TOKENS, {"kvtier_load": may, "kvtier_save": may})
+        llm, first_s = engine.llm.llm_engine, 0.0
+        final: Any = None
+        started = time.perf_counter()
+        llm.add_request(name, {"prompt_token_ids": tokens}, sampling)
+        while llm.has_unfinished_requests():
+            for output in llm.step():
+                first_s = first_s or time.perf_counter() - started
+                final = output
+        answer = list(final.outputs[0].token_ids)
+        row = {"name": name, "tokens": len(tokens), "hit_tokens": final.num_cached_tokens or 0, "ttft_s": first_s}
+        rows.append(row | {"answer": answer})
+        conversations[name] = tokens + answer
     return rows
 
 

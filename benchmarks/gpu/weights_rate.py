@@ -59,8 +59,7 @@ from benchmarks.gpu.weights_files import (
     tensors_of,
     unpacked,
 )
-from benchmarks.processes import launch, stop, tail
-from benchmarks.serving.server import free_port
+from benchmarks.processes import free_port, launch, stop, tail
 
 QUESTION = "how long weights take from files into GPU memory"
 LIMIT_S = 120.0  # of one load, its imports left out

@@ -70,16 +70,10 @@ def setup(options: argparse.Namespace) -> ServerSetup:
     result.writable(work / "server.log").unlink()
     model, tier, vllm = options.model, options.tier, options.vllm
     if not model:
-        model, tier, vllm = str(_small_model(work)), SMALL_TIER | tier, [*SMALL_VLLM.split(), *vllm]
+        from benchmarks.demo.model import make_model_here
+
+        model, tier, vllm = str(make_model_here(work)), SMALL_TIER | tier, [*SMALL_VLLM.split(), *vllm]
     return ServerSetup(model, work, tier, vllm, options.program, options.start_timeout, options.native)
-
-
-def _small_model(work: Path) -> Path:
-    from benchmarks.demo.model import make_model, size_here
-
-    size = size_here()
-    make_model(work / size.name, size)
-    return work / size.name
 
 
 def chosen(options: argparse.Namespace) -> list[str]:

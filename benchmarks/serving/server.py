@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,7 +22,7 @@ from typing import Any
 import httpx
 
 from benchmarks.gpu.systems import kvtier_transfer, native_transfer
-from benchmarks.processes import start, tail
+from benchmarks.processes import free_port, start, tail
 
 ROOT_NAME = "benchmark-tier"
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -32,7 +30,6 @@ SHUTDOWN_TIMEOUT_S = 15  # vLLM's default, 0, kills its workers before they have
 STOP_TIMEOUT_S = SHUTDOWN_TIMEOUT_S + 45.0
 POLL_S = 0.1
 LOG_TAIL = 3000  # characters
-PORTS = (10_000, 30_000)  # below those that systems give to connections
 
 
 @dataclass(frozen=True)
@@ -93,13 +90,6 @@ class ServerSetup:
 
 class ServerFailed(Exception):
     """The server ended or did not come up; the text has the end of its log."""
-
-
-def free_port() -> int:
-    while True:
-        port = random.SystemRandom().randrange(*PORTS)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 @contextmanager

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.systems import environment_of
-from benchmarks.processes import launch, stop
-from benchmarks.serving.server import free_port
+from benchmarks.processes import free_port, launch, stop
 
 HOST = "127.0.0.1"
 MEMORY_GB = 28.0  # holds all prompts of a piece (26.8 GB), on machines whose memory grows as it is used

@@ -8,8 +8,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.steps_shared import prefix_of
-from benchmarks.gpu.two_engines import MIX, figures, hits_of_the_other, is_good, lost_items, read_rows, table_rows, trim
+from benchmarks.gpu.two_engines import (
+    MIX,
+    figures,
+    hits_of_the_other,
+    is_good,
+    lost_items,
+    prefix_of,
+    read_rows,
+    table_rows,
+    trim,
+)
 
 
 def test_the_list_has_shared_and_private_prefixes() -> None:

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from benchmarks.aiperf_ttft import BUILT
-from benchmarks.demo.model import ModelSize, make_model
+from benchmarks.demo.model import make_model, size_of
 from benchmarks.serving import __main__ as serving
 from benchmarks.serving import server
 from tests.engines import forked
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-TINY = ModelSize(128, 256, 4, 2, 32, 0.15)
+TINY = size_of(128, 256, 4, 2, 32, 0.15)
 CHUNK_TOKENS, BLOCK_TOKENS, BLOCKS = 64, 32, 48
 LIMITS = f"--max-model-len 1024 --num-gpu-blocks-override {BLOCKS}"
 VLLM = (

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.demo.model import ModelSize, make_model
+from benchmarks.demo.model import make_model, size_of
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "configs" / "dynamo"
 START_TIMEOUT_S = 400
 REPLY_TIMEOUT_S = 180
 STOP_TIMEOUT_S = 40
-MODEL = ModelSize(256, 512, 4, 2, 64, 0.26)
+MODEL = size_of(256, 512, 4, 2, 64, 0.26)
 NAME = "tiny"
 PROMPT_TOKENS = 1500
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 32

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.load_judge import SPARE_BYTES, compared, faults, judge
+from benchmarks.gpu.load_mix import SPARE_BYTES, compared, faults, judge
 
 LEADS = [2.0, 0.03, 1.0, 4.0]
 LIMITS = {"token_bytes": 10, "capacity_bytes": 1000}
