@@ -38,7 +38,20 @@ from kvtier.storage.own_files import FOLDER
 # Drafting methods that keep no KV of their own.
 DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 # Model types whose rotary embedding turns neighbouring elements, not those of a vector's two halves.
-INTERLEAVED_ROPES = frozenset({"cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "gptj", "llama4_text"})
+INTERLEAVED_ROPES = frozenset(
+    {
+        "cohere",
+        "cohere2",
+        "cohere2_moe",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "ernie4_5_vl_moe_text",
+        "glm",
+        "glm4",
+        "gptj",
+        "llama4_text",
+    }
+)
 # Encodings that scale only the frequencies that turn little within a chunk.
 NEARLY_PLAIN_ROPES = ("yarn", "llama3")
 LENGTH_DEPENDENT_ROPES = frozenset({"longrope", "su", "dynamic"})  # encodings that depend on the maximum length

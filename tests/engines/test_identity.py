@@ -152,6 +152,7 @@ def test_what_deepseek_models_make_of_their_configuration_changes_nothing(folder
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, False, 0.0),
         ({"rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, False, 0.0),
         ({"rope_theta": 1e4, "model_type": "glm4"}, False, 0.0),
+        ({"rope_theta": 1e4, "model_type": "cohere2_moe"}, False, 0.0),
         ({"rope_theta": 1e4}, True, 0.0),
     ],
 )
