@@ -4,6 +4,7 @@ Each tensor of the checkpoint is a meta tensor, so that loaders can slice, trans
 they do with it decides:
 
     a view of it                            stays without data
+    a clone of a whole one                  is another tensor without data (vLLM's pooling models clone the first ones)
     parameter.copy_(it)                     is recorded, as byte ranges of the file and of the parameter
     an operation that changes it in place   reads it, for good
     any other operation on it               reads what the operation needs
@@ -14,7 +15,7 @@ What cannot be followed raises TraceRefused: the caller then loads with real ten
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from operator import itemgetter
@@ -45,6 +46,7 @@ from kvtier.weights.reader import Sums, WeightReader, extent
 from kvtier.weights.strided import copies_between, overlapping
 
 COPY = torch.ops.aten.copy_.default
+CLONE = torch.ops.aten.clone.default
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
 
 
@@ -109,10 +111,11 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _make_lazy(self, file: int, entry: TensorEntry) -> torch.Tensor | None:
         """Return a tensor without data that stands for one of the checkpoint; None for a dtype that torch has not."""
         dtype = TORCH_DTYPES.get(entry.dtype)
-        if dtype is None:
-            return None
-        made = torch.empty(entry.shape, dtype=dtype, device="meta")
-        self._sources[made.untyped_storage()._cdata] = _Source(file, entry.start, made)
+        return None if dtype is None else self._stand_in(file, entry.start, entry.shape, dtype)
+
+    def _stand_in(self, file: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        made = torch.empty(shape, dtype=dtype, device="meta")
+        self._sources[made.untyped_storage()._cdata] = _Source(file, offset, made)
         return made
 
     def plan(self) -> WeightPlan:
@@ -159,6 +162,10 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return args[0]
         if _is_view(func):
             return func(*args, **kwargs)
+        if func is CLONE and args[0].is_contiguous():
+            source = self._source_of(args[0])
+            if source is not None and source.real is None:
+                return self._stand_in(source.file, source.offset + first_byte(args[0]), args[0].shape, args[0].dtype)
         if torch.device("meta") == kwargs.get("device"):  # made beside a lazy tensor, to hold values
             kwargs = kwargs | {"device": "cpu"}
         flat, spec = tree_flatten((args, kwargs))

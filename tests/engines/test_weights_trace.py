@@ -112,7 +112,13 @@ def expanded(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
     p["f"].copy_(c["f32"][3])
 
 
-@pytest.mark.parametrize("load", [slices, scalars, casts, casts_to_columns, padding, twice, expanded])
+def clones(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
+    """As vLLM's embedding and reranking models do with the first tensors of a checkpoint."""
+    p["a"].copy_(c["w"].clone())
+    p["b"][:8].copy_(c["w"][4:].clone().view(8, 16))
+
+
+@pytest.mark.parametrize("load", [slices, scalars, casts, casts_to_columns, padding, twice, expanded, clones])
 def test_recorded_without_reading(load: Loaded, checkpoint: Path) -> None:
     plan, _ = recorded(checkpoint, load)
     assert plan.is_replayable and plan.materialized_bytes == 0
@@ -131,6 +137,13 @@ def changes_the_source(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -
     c["w"][3].zero_()
     p["a"].copy_(c["w"])
     p["b"][0, :].copy_(view[1, :16])
+
+
+def changes_a_clone(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
+    clone = c["w"].clone()
+    clone[3].zero_()
+    p["b"].copy_(clone.clone().view(16, 16))
+    p["a"].copy_(c["w"])
 
 
 def computes(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
@@ -164,7 +177,7 @@ def reads_another_parameter(p: dict[str, torch.Tensor], c: dict[str, torch.Tenso
     p["a"].copy_(p["f"])
 
 
-COMPUTE = [reads_back, changes_the_source, computes, changes_what_was_recorded, makes_tensors_like_it]
+COMPUTE = [reads_back, changes_the_source, changes_a_clone, computes, changes_what_was_recorded, makes_tensors_like_it]
 COMPUTE += [fills_before_it_computes]
 
 
