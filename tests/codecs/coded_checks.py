@@ -17,7 +17,7 @@ from kvtier.codecs.base import Mover
 from kvtier.format.geometry import Extent
 from kvtier.kernels.paged import Move, PagedKV, Patch
 from tests.codecs.turboquant_rig import sums_of
-from tests.kernels.device_pages import Cache, noise
+from tests.kernels.device_pages import LAYOUTS, Cache, noise
 
 KEY = bytes(range(16))
 SMALLEST = Cache("B2NHD", heads=1, layers=1, blocks=4)
@@ -129,3 +129,56 @@ def check_alignment(ours: MakeMover, slabs: torch.Tensor) -> None:
     shifted = noise(slabs.numel() + 16, 2)[8 : 8 + slabs.numel()].view(slabs.shape)
     with pytest.raises(ValueError, match="not all slabs.* are aligned"):
         ours(gaussian(SMALLEST)).encode([Move(GOOD, (1,), shifted)])
+
+
+class CodedSuite:
+    """Tests of every codec's kernels. model: makes one over a cache, with `tokens` and `held` as keywords; tile: a
+    tiling of 64 tokens of heads of 64."""
+
+    model: Any
+    tile: Any
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_layouts(self, layout: str) -> None:
+        check_whole(self.model(Cache(layout, layers=2)))
+
+    @pytest.mark.parametrize(("k_size", "v_size"), [(128, 64), (64, 128)])
+    def test_k_and_v_of_different_sizes(self, k_size: int, v_size: int) -> None:
+        check_whole(self.model(Cache("LBNHC", k_size=k_size, v_size=v_size, heads=1, layers=1)))
+
+    @pytest.mark.parametrize("tokens", [48, 80])
+    def test_chunks_that_are_no_whole_tiles(self, tokens: int) -> None:
+        check_whole(self.model(replace(SMALLEST, blocks=8), tokens=tokens), None, self.tile)
+
+    def test_parts_of_pages_and_slabs_in_one_call(self) -> None:
+        """A stage of a model: layers 2-4 of 6, heads 4-6 of 8. Some slabs begin where the patch does, some before."""
+        cache = Cache("B2NHD", layers=3, heads=3)
+        parts = [
+            (Patch(0, 0, 3, 0, 3), (1,), 0),
+            (Patch(0, 1, 2, 1, 2), (3,), 0),
+            (Patch(2, 0, 2, 2, 1), (2,), 0),
+            (Patch(0, 0, 3, 0, 3), (0,), 0),
+        ]
+        check(self.model(cache, held=Extent(2, 3, 4, 3)), gaussian(cache), parts)
+
+    def test_decoding_leaves_the_first_blocks(self) -> None:
+        """Also where they are part of a tile."""
+        model = self.model(replace(SMALLEST, blocks=8), tokens=64)
+        parts = [(model.whole, (4, 1, 7, 2), first) for first in (1, 3, 4)]
+        check(model, gaussian(model.cache), parts, self.tile)
+
+    @pytest.mark.parametrize("bad", OUT_OF_RANGE)
+    def test_what_is_out_of_range_is_refused_before_anything_moves(
+        self, bad: tuple[Patch, tuple[int, ...], int]
+    ) -> None:
+        model = self.model(SMALLEST, tokens=32)
+        check_nothing_moves(model.ours, model.slabs(GOOD), bad)
+
+    def test_pages_and_slabs_that_are_not_aligned_are_refused(self) -> None:
+        model = self.model(SMALLEST)
+        check_alignment(model.ours, model.slabs(GOOD))
+
+    def test_nothing_to_move(self) -> None:
+        ours = self.model(SMALLEST).ours(gaussian(SMALLEST))
+        assert ours.encode([]).wait() == []
+        ours.decode([])

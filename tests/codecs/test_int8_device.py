@@ -12,14 +12,10 @@ from kvtier.codecs.vectors import VectorPages
 from kvtier.format.geometry import Extent, padded
 from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch
 from tests.codecs.coded_checks import (
-    GOOD,
-    OUT_OF_RANGE,
     SMALLEST,
     Change,
     CodedModel,
-    check,
-    check_alignment,
-    check_nothing_moves,
+    CodedSuite,
     check_whole,
     gaussian,
 )
@@ -33,7 +29,7 @@ from tests.codecs.int8_rig import (
     ptx_interpreted,
     reference,
 )
-from tests.kernels.device_pages import LAYOUTS, Cache, noise
+from tests.kernels.device_pages import Cache, noise
 
 
 @dataclass(frozen=True)
@@ -65,41 +61,17 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [64, 72, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(size, torch.bfloat16) for size in (64, 72, 80, 128, 256)]
+    + [(size, torch.float16) for size in (64, 96, 112, 192)],
+)
 def test_head_sizes(size: int, dtype: torch.dtype) -> None:
     check_whole(Model(replace(SMALLEST, dtype=dtype, k_size=size, v_size=size)))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str) -> None:
-    check_whole(Model(Cache(layout, layers=2)))
-
-
-def test_k_and_v_of_different_sizes() -> None:
-    check_whole(Model(Cache("LBNHC", k_size=128, v_size=64, heads=1, layers=1)))
-    check_whole(Model(Cache("LBNHC", k_size=64, v_size=192, heads=1, layers=1)))
-
-
-@pytest.mark.parametrize("tokens", [48, 80])
-def test_chunks_that_are_no_whole_tiles(tokens: int) -> None:
-    check_whole(Model(replace(SMALLEST, blocks=8), tokens), None, SMALL._replace(elements=64 * 64))
-
-
 def test_blocks_larger_than_a_tile() -> None:
     check_whole(Model(Cache("B2HND", tokens=64, blocks=4, heads=2, layers=1), 128))
-
-
-def test_parts_of_pages_and_slabs_in_one_call() -> None:
-    """A stage of a model: layers 2-4 of 6, heads 4-6 of 8. Some slabs begin where the patch does, some before."""
-    cache = Cache("B2NHD", layers=3, heads=3)
-    parts = [
-        (Patch(0, 0, 3, 0, 3), (1,), 0),
-        (Patch(0, 1, 2, 1, 2), (3,), 0),
-        (Patch(2, 0, 2, 2, 1), (2,), 0),
-        (Patch(0, 0, 3, 0, 3), (0,), 0),
-    ]
-    check(Model(cache, held=Extent(2, 3, 4, 3)), gaussian(cache), parts)
 
 
 def test_a_slab_of_more_layers_than_are_moved_is_not_summed() -> None:
@@ -108,13 +80,6 @@ def test_a_slab_of_more_layers_than_are_moved_is_not_summed() -> None:
     slabs = torch.cat([model.slabs(two), noise(4096, 3).view(1, -1)], 1)
     (verdict,) = mover(gaussian(model.cache), model.tokens, model.extent).encode([Move(two, (1,), slabs)]).wait()
     assert verdict.sums is None
-
-
-def test_decoding_leaves_the_first_blocks() -> None:
-    """Also where they are part of a tile."""
-    model = Model(replace(SMALLEST, blocks=8), tokens=64)
-    parts = [(model.whole, (4, 1, 7, 2), first) for first in (1, 3, 4)]
-    check(model, gaussian(model.cache), parts, SMALL._replace(elements=64 * 64))
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
@@ -229,15 +194,8 @@ def test_every_slab_comes_back_as_the_reference_has_it(dtype: torch.dtype) -> No
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("bad", OUT_OF_RANGE)
-def test_what_is_out_of_range_is_refused_before_anything_moves(bad: tuple[Patch, tuple[int, ...], int]) -> None:
-    model = Model(SMALLEST, tokens=32)
-    check_nothing_moves(model.ours, model.slabs(GOOD), bad)
-
-
 def test_what_the_kernels_cannot_take_is_refused() -> None:
     model = Model(SMALLEST)
-    check_alignment(model.ours, model.slabs(GOOD))
     with pytest.raises(ValueError, match="heads of"):
         mover(gaussian(replace(SMALLEST, k_size=68, v_size=68)), model.tokens, model.extent)
     with pytest.raises(ValueError, match="chunks of 24"):
@@ -255,7 +213,6 @@ def test_pages_that_the_kernels_cannot_take_are_moved_without_them(caplog: pytes
     assert isinstance(_make_mover(gaussian(SMALLEST), coder, Extent(0, 1, 0, 1)), kind)
 
 
-def test_nothing_to_move() -> None:
-    ours = mover(gaussian(SMALLEST), 16, Model(SMALLEST).extent)
-    assert ours.encode([]).wait() == []
-    ours.decode([])
+class TestInt8(CodedSuite):
+    model = Model
+    tile = SMALL._replace(elements=64 * 64)

@@ -15,14 +15,10 @@ from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.format.geometry import Extent, padded
 from kvtier.kernels.paged import Move, PagedKV, Patch
 from tests.codecs.coded_checks import (
-    GOOD,
-    OUT_OF_RANGE,
     SMALLEST,
     Change,
     CodedModel,
-    check,
-    check_alignment,
-    check_nothing_moves,
+    CodedSuite,
     check_whole,
     gaussian,
 )
@@ -35,7 +31,7 @@ from tests.codecs.turboquant_rig import (
     ptx_interpreted,
     reference,
 )
-from tests.kernels.device_pages import LAYOUTS, Cache, noise
+from tests.kernels.device_pages import Cache, noise
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,6 @@ class Model(CodedModel):
     cache: Cache
     preset: str = "k4v4"
     tokens: int = 16
-    layers: int = 3
     rope_base: float = 10_000.0
     held: Extent | None = None
 
@@ -116,41 +111,7 @@ def test_head_sizes(size: int, preset: str) -> None:
 def test_tilings_of_the_encoding_by_warps(size: int, tiling: TurboquantTiling) -> None:
     """Chunks of two tiles and a part; the mean pays, and takes one step or some."""
     cache = replace(SMALLEST, blocks=8, k_size=size, v_size=size, dtype=torch.bfloat16)
-    check_whole(Model(cache, tokens=48, layers=1), lambda x: x + 2, tiling)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str) -> None:
-    check_whole(Model(Cache(layout, layers=2), layers=2))
-
-
-def test_k_and_v_of_different_sizes() -> None:
-    check_whole(Model(Cache("LBNHC", k_size=128, v_size=64, heads=1, layers=1)))
-
-
-@pytest.mark.parametrize("tokens", [48, 80])
-def test_chunks_that_are_no_whole_tiles(tokens: int) -> None:
-    check_whole(Model(replace(SMALLEST, blocks=8), tokens=tokens), None, SMALL._replace(rows=64))
-
-
-def test_parts_of_pages_and_slabs_in_one_call() -> None:
-    """A stage of a model: layers 2-4 of 6, heads 4-6 of 8. Some slabs begin where the patch does, some before."""
-    cache = Cache("B2NHD", layers=3, heads=3)
-    model = Model(cache, layers=6, held=Extent(2, 3, 4, 3))
-    parts = [
-        (Patch(0, 0, 3, 0, 3), (1,), 0),
-        (Patch(0, 1, 2, 1, 2), (3,), 0),
-        (Patch(2, 0, 2, 2, 1), (2,), 0),
-        (Patch(0, 0, 3, 0, 3), (0,), 0),
-    ]
-    check(model, gaussian(cache), parts)
-
-
-def test_decoding_leaves_the_first_blocks() -> None:
-    """Also where they are part of a tile."""
-    model = Model(replace(SMALLEST, blocks=8), tokens=64, layers=1)
-    parts = [(model.whole, (4, 1, 7, 2), first) for first in (1, 3, 4)]
-    check(model, gaussian(model.cache), parts, SMALL._replace(rows=64))
+    check_whole(Model(cache, tokens=48), lambda x: x + 2, tiling)
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -167,7 +128,7 @@ def _biased(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("tokens", [16, 256])
 def test_biases(tokens: int) -> None:
     """The mean of 256 tokens takes every second one."""
-    check_whole(Model(replace(SMALLEST, blocks=16), tokens=tokens, layers=1), _biased)
+    check_whole(Model(replace(SMALLEST, blocks=16), tokens=tokens), _biased)
 
 
 def _outliers(x: torch.Tensor) -> torch.Tensor:
@@ -204,7 +165,7 @@ def test_a_chunk_with_what_cannot_be_kept_is_refused_and_no_other() -> None:
     bad = [(plane, value, 1.0) for plane in (0, 1) for value in (float("nan"), float("inf"), float("-inf"), 1e30)]
     bad += [(1, value, 0.0) for value in (1e-40, 6e-36, 1e-7)]
     cache = Cache("B2NHD", blocks=len(bad) + 2, layers=1, heads=2)
-    model = Model(cache, layers=1)
+    model = Model(cache)
     pages = gaussian(cache)
     for block, (plane, value, scale) in enumerate(bad, start=1):
         vector = pages.layers[0].planes[plane][block, 15, 1]
@@ -217,27 +178,14 @@ def test_a_chunk_with_what_cannot_be_kept_is_refused_and_no_other() -> None:
     assert [verdict.is_refused for verdict in theirs] == wanted
 
 
-@pytest.mark.parametrize("bad", OUT_OF_RANGE)
-def test_what_is_out_of_range_is_refused_before_anything_moves(bad: tuple[Patch, tuple[int, ...], int]) -> None:
-    model = Model(SMALLEST, tokens=32)
-    check_nothing_moves(model.ours, model.slabs(GOOD), bad)
-
-
-def test_pages_and_slabs_that_are_not_aligned_are_refused() -> None:
-    model = Model(SMALLEST)
-    check_alignment(model.ours, model.slabs(GOOD))
-
-
 def test_layers_of_different_dtypes_are_refused() -> None:
     """One number says what all elements are: fp16 read as bf16 would be stored as something else, and well summed."""
     caches = [SMALLEST, replace(SMALLEST, dtype=torch.float16)]
     pages = PagedKV(tuple(gaussian(cache).layers[0] for cache in caches), SMALLEST.tokens)
     with pytest.raises(ValueError, match="bfloat16, torch.float16"):
-        Model(replace(SMALLEST, layers=2), layers=2).ours(pages)
+        Model(replace(SMALLEST, layers=2)).ours(pages)
 
 
-def test_nothing_to_move() -> None:
-    model = Model(SMALLEST)
-    ours = mover(gaussian(SMALLEST), model.format, model.extent)
-    assert encoded(ours, []) == []
-    ours.decode([])
+class TestTurboquant(CodedSuite):
+    model = Model
+    tile = SMALL._replace(rows=64)

@@ -67,12 +67,7 @@ def set_blocks(engine: Engine, block_ids: list[int], value: float) -> None:
 def save_late(engine: Engine) -> list[SaveOutcome]:
     """The forward takes long, and the blocks are handed on behind it at once."""
     engine.wait_for_set()
-    keys = engine.keys(TOKENS)
-    parents = [engine.store.namespace_id, *keys]
-    plan = engine.store.plan_save(
-        [WantedChunk(key, parents[i], tuple(BLOCKS[4 * i : 4 * i + 4])) for i, key in enumerate(keys)]
-    )
-    assert plan is not None
+    plan = engine.plan(TOKENS, BLOCKS)
     engine.prefill(TOKENS, BLOCKS)
     known = [plane.clone() for layer in engine.pages[0].layers for plane in layer.planes]
     set_blocks(engine, BLOCKS, 0)

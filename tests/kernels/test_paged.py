@@ -25,11 +25,11 @@ def packed(k_size: int, v_size: int, order: str, dtype: torch.dtype) -> PagedKV:
     return PagedKV(layers, BLOCK)
 
 
+# All pairs of sizes and orders, of orders and dtypes, and of sizes and dtypes.
 CASES = [
-    (k, v, order, dtype)
-    for k, v in ((32, 32), (80, 80), (576, 0), (64, 128), (5, 3))
-    for order in ("LBNH", "LBHN", "BLHN", "HLBN")
-    for dtype in (torch.bfloat16, torch.float32, torch.uint8)
+    (k, v, order, (torch.bfloat16, torch.float32, torch.uint8)[(number + place) % 3])
+    for number, (k, v) in enumerate(((32, 32), (80, 80), (576, 0), (64, 128), (5, 3)))
+    for place, order in enumerate(("LBNH", "LBHN", "BLHN", "HLBN"))
 ]
 
 
