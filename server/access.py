@@ -7,31 +7,12 @@ from typing import Annotated, Any
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPBearer
 
-from kvtier.admin.opened import Opened
 from kvtier.server.auth import CHALLENGE, Role
-from kvtier.server.problems import FIELD_ERRORS_MAX, WHERE_CHARS_MAX, Refused
+from kvtier.server.problems import FIELD_ERRORS_MAX, PROBLEMS, WHERE_CHARS_MAX, Refused
 from kvtier.server.schemas import Problem
 from kvtier.server.service import Service
 
 BEARER = HTTPBearer(auto_error=False, description="One of the service's two tokens; checked before the routes.")
-
-DESCRIPTIONS = {
-    400: "The request is malformed.",
-    401: "No token, or an unknown one.",
-    403: "The token is read-only, or the request comes from another site's page.",
-    404: "There is no such thing.",
-    405: "There is no such method here.",
-    408: "The request did not come in time.",
-    409: "It cannot be done as things are.",
-    413: "The request is too large.",
-    415: "The Content-Type of the body is not application/json.",
-    421: "Without a token, the service answers to the names of loopback only.",
-    422: "The request does not fit the schema.",
-    429: "Another operation is running; try again.",
-    500: "A bug.",
-    503: "The index or the storage does not answer; try again.",
-    504: "The answer took too long.",
-}
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -39,7 +20,7 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     every = (400, 401, 403, 405, 408, 413, 421, 422, 500, 503, 504)
     schema = {"$ref": f"#/components/schemas/{Problem.__name__}"}
     return {
-        status: {"description": DESCRIPTIONS[status], "content": {"application/problem+json": {"schema": schema}}}
+        status: {"description": PROBLEMS[status][1], "content": {"application/problem+json": {"schema": schema}}}
         for status in sorted({*every, *statuses})
     }
 
@@ -62,10 +43,6 @@ def the_service(request: Request) -> Service:
     return service
 
 
-def the_root(service: Annotated[Service, Depends(the_service)]) -> Opened:
-    return service.opened
-
-
 def the_role(request: Request, _: Annotated[object, Security(BEARER)]) -> Role:
     role: Role | None = request.state.role
     if role is None:
@@ -73,13 +50,10 @@ def the_role(request: Request, _: Annotated[object, Security(BEARER)]) -> Role:
     return role
 
 
-def an_admin(role: Annotated[Role, Depends(the_role)]) -> Role:
+def an_admin(role: Annotated[Role, Depends(the_role)]) -> None:
     if role < Role.ADMIN:
         raise Refused(403, "this token may only look; it takes the admin's to change something")
-    return role
 
 
 TheService = Annotated[Service, Depends(the_service)]
-TheRoot = Annotated[Opened, Depends(the_root)]
 TheRole = Annotated[Role, Depends(the_role)]
-AnAdmin = Annotated[Role, Depends(an_admin)]

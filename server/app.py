@@ -15,12 +15,11 @@ from fastapi.staticfiles import StaticFiles
 from starlette.middleware.authentication import AuthenticationMiddleware
 from starlette.types import ASGIApp
 
-from kvtier.server import routes_change, routes_health, routes_look
+from kvtier.server import routes_change, routes_look
 from kvtier.server.middleware import Authentication, HeadAsGet, SecurityHeaders, TimeLimit, WholeBody, not_authenticated
 from kvtier.server.problems import add_handlers
-from kvtier.server.schemas import FieldError, Problem
+from kvtier.server.schemas import VERSION, FieldError, Problem
 from kvtier.server.service import Service
-from kvtier.server.version import VERSION
 
 PAGE = Path(__file__).parent / "ui"
 OPENAPI = "/api/v1/openapi.json"
@@ -30,18 +29,15 @@ Errors are `application/problem+json` (RFC 9457). Times are seconds since the ep
 set, send one as `Authorization: Bearer ...`: the read token permits reading, the admin token everything.
 """
 TAGS = [
-    {"name": name, "description": text}
-    for name, text in (
-        ("stats", "Fill, rates and latencies of the tier."),
-        ("workers", "Engines and their last reports."),
-        ("lookup", "Stored part of a prompt."),
-        ("segments", "Segment sets in the root."),
-        ("pins", "Protection from eviction."),
-        ("quotas", "Limits of tenants and namespaces."),
-        ("eviction", "Eviction by request."),
-        ("verify", "Background jobs that read every record and check every checksum."),
-        ("health", "Liveness, readiness and metrics of the service."),
-    )
+    {"name": "stats", "description": "Fill, rates and latencies of the tier."},
+    {"name": "workers", "description": "Engines and their last reports."},
+    {"name": "lookup", "description": "Stored part of a prompt."},
+    {"name": "segments", "description": "Segment sets in the root."},
+    {"name": "pins", "description": "Protection from eviction."},
+    {"name": "quotas", "description": "Limits of tenants and namespaces."},
+    {"name": "eviction", "description": "Eviction by request."},
+    {"name": "verify", "description": "Background jobs that read every record and check every checksum."},
+    {"name": "health", "description": "Liveness, readiness and metrics of the service."},
 ]
 
 
@@ -80,7 +76,7 @@ def make_routes(service: Service) -> FastAPI:
     )
     app.state.service = service
     add_handlers(app)
-    for router in (routes_look.router, routes_look.paged, routes_change.router, routes_health.router):
+    for router in (routes_look.router, routes_look.paged, routes_look.health, routes_change.router):
         app.include_router(router)
 
     @app.get("/", include_in_schema=False)

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier.server.auth import Tokens, role_of
-from kvtier.server.problems import RETRY_AFTER_S, Refused, problem, send_problem
+from kvtier.server.problems import RETRY, Refused, problem, send_problem
 
 log = logging.getLogger("kvtier")
 
@@ -188,7 +188,7 @@ class TimeLimit:
                 is_given_up = True
                 self._late.add(work)
                 work.add_done_callback(self._forget)
-                late = Refused(504, f"no answer within {self._timeout_s:g} s", {"Retry-After": str(RETRY_AFTER_S)})
+                late = Refused(504, f"no answer within {self._timeout_s:g} s", RETRY)
                 await send_problem(scope, receive, send, late)
                 return
             await work

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvtier.admin.opened import AdminRefusal, Busy, NotThere
 from kvtier.errors import ConfigError, IndexUnavailable, KVTierError
 from kvtier.server.schemas import FieldError, Problem
 
@@ -20,26 +21,26 @@ log = logging.getLogger("kvtier")
 
 MEDIA_TYPE = "application/problem+json"
 JSON = "application/json"
-RETRY_AFTER_S = 2
+RETRY = {"Retry-After": "2"}  # seconds
 FIELD_ERRORS_MAX = 20
 WHERE_CHARS_MAX = 100  # characters shown of a field's name, which the client chooses
 
-TITLES = {
-    400: "Bad request",
-    401: "No valid token",
-    403: "Not allowed",
-    404: "Not found",
-    405: "Method not allowed",
-    408: "Request too slow",
-    409: "Conflict",
-    413: "Request too large",
-    415: "Unsupported media type",
-    421: "Misdirected request",
-    422: "Request not understood",
-    429: "Too many requests",
-    500: "Internal error",
-    503: "Not available",
-    504: "Took too long",
+PROBLEMS = {  # status -> title, description
+    400: ("Bad request", "The request is malformed."),
+    401: ("No valid token", "No token, or an unknown one."),
+    403: ("Not allowed", "The token is read-only, or the request comes from another site's page."),
+    404: ("Not found", "There is no such thing."),
+    405: ("Method not allowed", "There is no such method here."),
+    408: ("Request too slow", "The request did not come in time."),
+    409: ("Conflict", "It cannot be done as things are."),
+    413: ("Request too large", "The request is too large."),
+    415: ("Unsupported media type", "The Content-Type of the body is not application/json."),
+    421: ("Misdirected request", "Without a token, the service answers to the names of loopback only."),
+    422: ("Request not understood", "The request does not fit the schema."),
+    429: ("Too many requests", "Another operation is running; try again."),
+    500: ("Internal error", "A bug."),
+    503: ("Not available", "The index or the storage does not answer; try again."),
+    504: ("Took too long", "The answer took too long."),
 }
 
 
@@ -56,7 +57,7 @@ class Refused(Exception):
 def problem(
     status: int, detail: str = "", headers: Mapping[str, str] | None = None, errors: list[FieldError] | None = None
 ) -> Response:
-    title = TITLES.get(status, "Error")
+    title, _ = PROBLEMS.get(status, ("Error", ""))
     kind = title.lower().replace(" ", "-")
     said = Problem(type=f"urn:kvtier:problem:{kind}", title=title, status=status, detail=detail, errors=errors or [])
     return Response(said.model_dump_json(), status, dict(headers or {}), MEDIA_TYPE)
@@ -73,8 +74,7 @@ def add_handlers(app: FastAPI) -> None:
         Refused: _refused,
         HTTPException: _http,
         RequestValidationError: _invalid,
-        IndexUnavailable: _index_is_down,
-        ConfigError: _wrong_place,
+        AdminRefusal: _cannot,
         KVTierError: _fault,
         OSError: _fault,
         Exception: _bug,
@@ -85,6 +85,12 @@ def add_handlers(app: FastAPI) -> None:
 
 async def _refused(request: Request, refused: Refused) -> Response:
     return problem(refused.status, refused.detail, refused.headers)
+
+
+async def _cannot(request: Request, refusal: AdminRefusal) -> Response:
+    if isinstance(refusal, Busy):
+        return problem(429, str(refusal), RETRY)
+    return problem(404 if isinstance(refusal, NotThere) else 409, str(refusal))
 
 
 async def _http(request: Request, error: HTTPException) -> Response:
@@ -125,17 +131,13 @@ def _what(fault: Mapping[str, Any]) -> str:
     return str(fault["msg"])
 
 
-async def _index_is_down(request: Request, fault: IndexUnavailable) -> Response:
-    return problem(503, f"the index does not answer: {fault}", {"Retry-After": str(RETRY_AFTER_S)})
-
-
-async def _wrong_place(request: Request, fault: ConfigError) -> Response:
-    return problem(503, str(fault), {"Retry-After": str(RETRY_AFTER_S)})
-
-
 async def _fault(request: Request, fault: Exception) -> Response:
-    log.warning("%s %s: %s", request.method, request.url.path, fault)
-    return problem(503, str(fault), {"Retry-After": str(RETRY_AFTER_S)})
+    """Answer where the index or the storage does not answer, or the root belongs to another deployment now."""
+    if isinstance(fault, IndexUnavailable):
+        return problem(503, f"the index does not answer: {fault}", RETRY)
+    if not isinstance(fault, ConfigError):
+        log.warning("%s %s: %s", request.method, request.url.path, fault)
+    return problem(503, str(fault), RETRY)
 
 
 async def _bug(request: Request, fault: Exception) -> Response:

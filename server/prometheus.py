@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from kvtier.admin.answers import Snapshot, Worker
 from kvtier.runtime import metrics as names
 from kvtier.scheduler.engine_report import BOUNDS_S, Latency
-from kvtier.server.version import VERSION
+from kvtier.server.schemas import VERSION
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 WORKERS_MAX = 500

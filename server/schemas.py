@@ -7,28 +7,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from kvtier.admin.answers import Answer, Figures, Snapshot, Worker
+from kvtier.runtime.versions import installed
 
-from kvtier.admin.answers import (
-    Capacity,
-    IndexState,
-    Latencies,
-    NamespaceRow,
-    Rates,
-    Snapshot,
-    TenantRow,
-    TierFill,
-    Totals,
-    Worker,
-)
-
-_ANSWER = ConfigDict(frozen=True)
+VERSION = installed("kvtier", "0")
 
 
-class Problem(BaseModel):
+class Problem(Answer):
     """An error (RFC 9457)."""
 
-    model_config = _ANSWER
     type: str
     title: str
     status: int
@@ -36,32 +23,28 @@ class Problem(BaseModel):
     errors: list[FieldError] = []
 
 
-class FieldError(BaseModel):
+class FieldError(Answer):
     """One fault of a request. where: such as `body.tokens.3`."""
 
-    model_config = _ANSWER
     where: str
     what: str
 
 
-class Health(BaseModel):
-    model_config = _ANSWER
+class Health(Answer):
     status: Literal["ok"]
 
 
-class Readiness(BaseModel):
+class Readiness(Answer):
     """is_ready: the index answers. to be rebuilt: it lacks the segments; the next engine that starts, or `kvtier index
     rebuild`, reads them."""
 
-    model_config = _ANSWER
     is_ready: bool
     index: Literal["ok", "to be rebuilt", "not available"]
 
 
-class Deployment(BaseModel):
+class Deployment(Answer):
     """Deployment that this service manages. role: rights of the caller."""
 
-    model_config = _ANSWER
     root: str
     index_kind: str
     version: str
@@ -71,12 +54,10 @@ class Deployment(BaseModel):
 class Overview(Snapshot):
     """All that the dashboard shows."""
 
-    model_config = _ANSWER
     deployment: Deployment
 
 
-class HistoryPoint(BaseModel):
-    model_config = _ANSWER
+class HistoryPoint(Answer):
     at_s: float
     used_bytes: int
     workers: int
@@ -87,35 +68,23 @@ class HistoryPoint(BaseModel):
     ttft_saved_s_per_s: float | None
 
 
-class History(BaseModel):
+class History(Answer):
     """History since the start of the service, oldest first, one point every `interval_s` seconds, limited in length. It
     ends with the service: Prometheus keeps more."""
 
-    model_config = _ANSWER
     interval_s: float
     points: list[HistoryPoint]
 
 
-class Stats(BaseModel):
+class Stats(Figures):
     """Overview without the lists of engines and prefixes."""
 
-    model_config = _ANSWER
-    at_s: float
     deployment: Deployment
-    index: IndexState
-    capacity: Capacity
-    tiers: list[TierFill]
-    rates: Rates
-    totals: Totals
-    latencies: Latencies
-    namespaces: list[NamespaceRow]
-    tenants: list[TenantRow]
 
 
-class Workers(BaseModel):
+class Workers(Answer):
     """unreadable: notes in the index that are no reports."""
 
-    model_config = _ANSWER
     workers: list[Worker]
     unreadable: int
 

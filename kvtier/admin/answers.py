@@ -13,17 +13,20 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvtier.eviction.choice import KeptReason
 from kvtier.scheduler.engine_report import BOUNDS_S, TopPrefix, WorkerReport
 
-_ANSWER = ConfigDict(frozen=True)
-
 HexId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", description="16 bytes in hex")]
 SetId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$", description="number of a segment set in hex, as in file names")]
 
 
-class IndexState(BaseModel):
+class Answer(BaseModel):
+    """Base of all answers."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class IndexState(Answer):
     """is_being_rebuilt: it knows nothing of the segments; an engine, or `kvtier index rebuild`, reads it back from the
     segments."""
 
-    model_config = _ANSWER
     is_being_rebuilt: bool
     chunks: int
     records: int
@@ -33,21 +36,19 @@ class IndexState(BaseModel):
     )
 
 
-class TierFill(BaseModel):
+class TierFill(Answer):
     """hbm and host: sums over all engines that report. filesystem: what segment sets reserve of the configured
     capacity."""
 
-    model_config = _ANSWER
     tier: Literal["hbm", "host", "filesystem"]
     used_bytes: int
     size_bytes: int
 
 
-class Capacity(BaseModel):
+class Capacity(Answer):
     """Capacity of the root. Watermarks are fractions of capacity_bytes. used_bytes: bytes that segment sets reserve, as
     set_bytes of the index; eviction goes by it. Less may be on disk while open sets are not full."""
 
-    model_config = _ANSWER
     capacity_bytes: int
     used_bytes: int
     pinned_bytes: int
@@ -56,11 +57,10 @@ class Capacity(BaseModel):
     low_watermark: float
 
 
-class Rates(BaseModel):
+class Rates(Answer):
     """Sums over the engines that report, each over its own last interval. hit_ratio: of the tokens looked up, those
     that were handed to a load, also where it failed later."""
 
-    model_config = _ANSWER
     hit_ratio: float | None
     lookup_tokens_s: float
     hit_tokens_s: float
@@ -75,11 +75,10 @@ class Rates(BaseModel):
     )
 
 
-class Totals(BaseModel):
+class Totals(Answer):
     """Sums over the engines that report, since each one's start. skipped_chunks: chunks that were not saved although no
     other engine had saved them."""
 
-    model_config = _ANSWER
     hit_ratio: float | None
     lookup_tokens: float
     hit_tokens: float
@@ -92,10 +91,9 @@ class Totals(BaseModel):
     ttft_saved_s: float | None = Field(description="null: no prefill was timed yet")
 
 
-class LatencySummary(BaseModel):
+class LatencySummary(Answer):
     """Quantiles are estimated from the buckets (`counts`, with upper bounds `bounds_s` and one bucket without)."""
 
-    model_config = _ANSWER
     count: int
     mean_s: float | None
     p50_s: float | None
@@ -106,20 +104,18 @@ class LatencySummary(BaseModel):
     sum_s: float
 
 
-class Latencies(BaseModel):
+class Latencies(Answer):
     """lookup: of a prompt, in the index. load: of a request, from asking a worker to the last byte. save: of a chunk,
     from its gather in the worker to its publication, with the wait in the queue."""
 
-    model_config = _ANSWER
     lookup: LatencySummary
     load: LatencySummary
     save: LatencySummary
 
 
-class NamespaceRow(BaseModel):
+class NamespaceRow(Answer):
     """model: as an engine that uses it reports it. hits: uses of its sets, as far as the engines have booked them."""
 
-    model_config = _ANSWER
     id: str
     engine: str
     model: str
@@ -136,10 +132,9 @@ class NamespaceRow(BaseModel):
     is_readable: bool = Field(description="false: the owner of its KV is unknown; engines do not use it")
 
 
-class TenantRow(BaseModel):
+class TenantRow(Answer):
     """label: "" is everybody without one."""
 
-    model_config = _ANSWER
     label: str
     sets: int
     n_bytes: int
@@ -148,10 +143,9 @@ class TenantRow(BaseModel):
     last_used_s: float | None
 
 
-class Worker(BaseModel):
+class Worker(Answer):
     """An engine that gives signs of life. age_s: of its last report."""
 
-    model_config = _ANSWER
     age_s: float
     hit_ratio: float | None = Field(description="since its start")
     skipped_chunks: float = Field(description="chunks not saved since its start, nor by another engine")
@@ -162,18 +156,15 @@ class Worker(BaseModel):
 class Prefix(TopPrefix):
     """A prefix that is loaded often, over all engines that report."""
 
-    model_config = _ANSWER
     namespace: str
     model: str
     workers: int
     is_pinned: bool
 
 
-class Snapshot(BaseModel):
-    """State of the tier. read_ceiling_bytes_s: sum over hosts of the best calibrated rate on each; null where no
-    engine measured one (those without a GPU do not)."""
+class Figures(Answer):
+    """Fill, rates and latencies of the tier."""
 
-    model_config = _ANSWER
     at_s: float
     index: IndexState
     capacity: Capacity
@@ -181,18 +172,23 @@ class Snapshot(BaseModel):
     rates: Rates
     totals: Totals
     latencies: Latencies
-    read_ceiling_bytes_s: float | None
     namespaces: list[NamespaceRow]
     tenants: list[TenantRow]
+
+
+class Snapshot(Figures):
+    """State of the tier. read_ceiling_bytes_s: sum over hosts of the best calibrated rate on each; null where no
+    engine measured one (those without a GPU do not)."""
+
+    read_ceiling_bytes_s: float | None
     workers: list[Worker]
     unreadable_reports: int = Field(description="notes in the index that are no reports")
     top_prefixes: list[Prefix]
 
 
-class SetRow(BaseModel):
+class SetRow(Answer):
     """A segment set. owner: the engine that fills it or filled it; "" when it was read back from its files."""
 
-    model_config = _ANSWER
     set_id: SetId
     namespace: HexId
     tenant: str
@@ -205,8 +201,7 @@ class SetRow(BaseModel):
     is_pinned: bool
 
 
-class SegmentFile(BaseModel):
-    model_config = _ANSWER
+class SegmentFile(Answer):
     name: str
     n_bytes: int
 
@@ -214,23 +209,20 @@ class SegmentFile(BaseModel):
 class SetDetails(SetRow):
     """records: that can be found in it now. files: of all ranks, on disk."""
 
-    model_config = _ANSWER
     records: int
     files: list[SegmentFile]
 
 
-class SetPage(BaseModel):
+class SetPage(Answer):
     """next_after: pass it as `after` for the next page; null: this was the last one."""
 
-    model_config = _ANSWER
     sets: list[SetRow]
     next_after: SetId | None
 
 
-class SetHit(BaseModel):
+class SetHit(Answer):
     """Chunks of a hit in one set. first_chunk: number of the first of them in the prompt."""
 
-    model_config = _ANSWER
     set_id: SetId
     owner: str
     first_chunk: int
@@ -238,11 +230,10 @@ class SetHit(BaseModel):
     files: list[str]
 
 
-class NamespaceHit(BaseModel):
+class NamespaceHit(Answer):
     """Hit of a prompt in one namespace. last_key: key of the last stored chunk; a prefix is pinned by it. sets: segment
     sets of the chunks in the order of the prompt, the first SETS_SHOWN_MAX of them."""
 
-    model_config = _ANSWER
     namespace: HexId
     model: str
     chunk_tokens: int
@@ -253,32 +244,29 @@ class NamespaceHit(BaseModel):
     sets: list[SetHit]
 
 
-class LookupAnswer(BaseModel):
+class LookupAnswer(Answer):
     """hits: of every namespace that was asked, the longest first. tokens: of the prompt."""
 
-    model_config = _ANSWER
     tokens: int
     hits: list[NamespaceHit]
 
 
-class KeptSets(BaseModel):
+class KeptSets(Answer):
     """Sets that are meant by a request to evict and stay. why: `open`, an engine that lives fills them; `pinned`;
     `not reached`, another evictor took over. owners: the engines that fill them, the first KEPT_OWNERS_MAX."""
 
-    model_config = _ANSWER
     why: KeptReason
     n_sets: int
     n_bytes: int
     owners: list[str]
 
 
-class Evicted(BaseModel):
+class Evicted(Answer):
     """Result of an eviction, or with dry_run of a planned one. sets: the first SETS_SHOWN_MAX of n_sets. kept: selected
     sets that stay, and why. is_complete: false when the evictor stopped before the end: ask again for the rest.
     unlinked_bytes: bytes of the unlinked files; a process that has one open keeps its space, engines for some
     seconds."""
 
-    model_config = _ANSWER
     dry_run: bool
     is_complete: bool
     n_sets: int
@@ -288,10 +276,9 @@ class Evicted(BaseModel):
     kept: list[KeptSets]
 
 
-class PinRow(BaseModel):
+class PinRow(Answer):
     """keys: how many chunks it names; null: the whole namespace. n_bytes: of the sets that it protects at this time."""
 
-    model_config = _ANSWER
     id: str
     namespace: str
     label: str
@@ -302,19 +289,17 @@ class PinRow(BaseModel):
     n_bytes: int
 
 
-class Pins(BaseModel):
+class Pins(Answer):
     """pinned_bytes: protected by all of them; max_bytes: what pins may protect in all."""
 
-    model_config = _ANSWER
     pins: list[PinRow]
     pinned_bytes: int
     max_bytes: int
 
 
-class QuotaRow(BaseModel):
+class QuotaRow(Answer):
     """of: a tenant's label, or a namespace's id. is_run_time: set here, not in the settings. quota_bytes null: none."""
 
-    model_config = _ANSWER
     kind: Literal["tenant", "namespace"]
     of: str
     quota_bytes: int | None
@@ -322,41 +307,37 @@ class QuotaRow(BaseModel):
     is_run_time: bool
 
 
-class QuotaList(BaseModel):
-    model_config = _ANSWER
+class QuotaList(Answer):
     default_namespace_bytes: int | None
     quotas: list[QuotaRow]
 
 
-class BadRecord(BaseModel):
-    model_config = _ANSWER
+class BadRecord(Answer):
     namespace: str
     segment: str
     slot: int | None
     what: str
 
 
-class VerifyJob(BaseModel):
+class VerifyJob(Answer):
     """Reading every record and checking every checksum, in the background. bad: the first BAD_SHOWN_MAX of n_bad.
     unfinished: slots whose writer died; nothing refers to them. unproved: signed records whose signatures were not
     checked, for want of the secret in the service's settings."""
 
-    model_config = _ANSWER
     id: str
     state: Literal["waiting", "running", "done", "failed", "cancelled"]
-    segments_done: int
-    segments_total: int | None
+    segments_done: int = 0
+    segments_total: int | None = None
     started_s: float
-    ended_s: float | None
-    records: int | None
-    n_bytes: int | None
-    unfinished: int | None
-    unproved: int | None
-    n_bad: int | None
-    bad: list[BadRecord]
-    fault: str
+    ended_s: float | None = None
+    records: int | None = None
+    n_bytes: int | None = None
+    unfinished: int | None = None
+    unproved: int | None = None
+    n_bad: int | None = None
+    bad: list[BadRecord] = []
+    fault: str = ""
 
 
-class VerifyJobs(BaseModel):
-    model_config = _ANSWER
+class VerifyJobs(Answer):
     jobs: list[VerifyJob]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from kvtier.admin.answers import Evicted, KeptSets, PinRow, Pins, QuotaList, QuotaRow
 from kvtier.admin.listing import row_of
-from kvtier.admin.lookup import SETS_SHOWN_MAX, UnknownNamespace
-from kvtier.admin.opened import Opened
+from kvtier.admin.lookup import SETS_SHOWN_MAX
+from kvtier.admin.opened import AdminRefusal, Busy, NotThere, Opened
 from kvtier.config.capacity import TENANT_BYTES_MAX
 from kvtier.eviction import limits, pins, pins_backup
 from kvtier.eviction.choice import Kept, KeptReason, Selection
@@ -26,28 +25,8 @@ PIN_LABEL_CHARS_MAX = 200
 PIN_KEYS_MAX = 8192
 
 
-class Busy(Exception):
-    """Another process is evicting."""
-
-
-class OverCap(Exception):
-    """Pins may not protect so much."""
-
-
-class WrongLabel(Exception):
-    """No tenant or pin can be called so."""
-
-
-class UselessQuota(Exception):
-    """Not one segment set fits into it, and it is not 0."""
-
-
-class UnknownTenant(LookupError):
-    """Neither the settings nor a set has this label."""
-
-
 def evict(opened: Opened, selection: Selection, dry_run: bool, include_pinned: bool = False) -> Evicted:
-    """Evict whole sets. Raises Busy, UnknownTenant, UnknownNamespace, IndexUnavailable, TierUnavailable."""
+    """Evict whole sets. Raises Busy, NotThere, IndexUnavailable, TierUnavailable."""
     capacity_bytes = opened.settings.capacity_bytes
     sets = opened.index.sets()
     _check_known(opened, selection, sets)
@@ -73,12 +52,12 @@ def _check_known(opened: Opened, selection: Selection, sets: Sequence[SetInfo]) 
     known = {found.name for found in opened.settings.capacity.tenants} | {info.tenant for info in sets}
     if tenant and tenant not in known:
         labels = ", ".join(repr(label) for label in sorted(known - {""})[:SETS_SHOWN_MAX]) or "none"
-        raise UnknownTenant(
+        raise NotThere(
             f"no tenant has the label {tenant!r} in the settings, and no segment set is of it; known labels: {labels}; "
             'the label "" stands for requests without one'
         )
     if namespace and namespace not in {info.namespace for info in sets} and namespace not in opened.book.ids():
-        raise UnknownNamespace(f"there is no namespace {namespace.hex()} in {opened.root.path}")
+        raise NotThere(f"there is no namespace {namespace.hex()} in {opened.root.path}")
 
 
 def _kept(found: Sequence[Kept], why: KeptReason) -> KeptSets | None:
@@ -87,16 +66,6 @@ def _kept(found: Sequence[Kept], why: KeptReason) -> KeptSets | None:
     owners = sorted({info.owner for info in sets if info.is_open and info.owner})[:KEPT_OWNERS_MAX]
     n_bytes = sum(info.n_bytes for info in sets)
     return KeptSets(why=why, n_sets=len(sets), n_bytes=n_bytes, owners=owners) if sets else None
-
-
-@dataclass(frozen=True, slots=True)
-class NewPin:
-    """keys: of a prefix, from its first chunk on; None: the whole namespace."""
-
-    namespace: bytes
-    keys: tuple[bytes, ...] | None
-    label: str
-    expires_s: float | None
 
 
 def list_pins(opened: Opened) -> Pins:
@@ -113,18 +82,27 @@ def list_pins(opened: Opened) -> Pins:
     )
 
 
-def add_pin(opened: Opened, wanted: NewPin) -> PinRow:
-    """Pins a namespace or a prefix; one that is not stored yet, too: what is stored of it later counts then. Raises
-    OverCap when it would not be protected whole, WrongLabel, IndexUnavailable, TierUnavailable."""
-    if len(wanted.label) > PIN_LABEL_CHARS_MAX or not wanted.label.isprintable():
-        raise WrongLabel(f"the label {wanted.label!r}: at most {PIN_LABEL_CHARS_MAX} printable characters")
+def add_pin(
+    opened: Opened, namespace: bytes, keys: Sequence[bytes] | None, label: str = "", ttl_s: float | None = None
+) -> PinRow:
+    """Pin a namespace or a prefix; one that is not stored yet, too: what is stored of it later counts then.
+
+    keys: of a prefix, from its first chunk on; None: the whole namespace. ttl_s: life of the pin, seconds. Raises
+    AdminRefusal when it would not be protected whole, IndexUnavailable, TierUnavailable.
+    """
+    if keys is not None and len(keys) > PIN_KEYS_MAX:
+        raise AdminRefusal(f"these are {len(keys)} chunks; a pin is of {PIN_KEYS_MAX} at most")
+    if len(label) > PIN_LABEL_CHARS_MAX or not label.isprintable():
+        raise AdminRefusal(f"the label {label!r}: at most {PIN_LABEL_CHARS_MAX} printable characters")
     now, shared_s = opened.clock(), opened.index.shared_s
-    expires_s = None if wanted.expires_s is None else shared_s(wanted.expires_s)
-    pin = Pin(uuid.uuid4().hex, wanted.namespace, wanted.keys, wanted.label, shared_s(now), expires_s)
+    expires_s = None if ttl_s is None else now + ttl_s
+    named = None if keys is None else tuple(keys)
+    expires_shared_s = None if expires_s is None else shared_s(expires_s)
+    pin = Pin(uuid.uuid4().hex, namespace, named, label, shared_s(now), expires_shared_s)
     sets = opened.index.sets()
     others = pins.pins_in(opened.index, now)
     if len(others) >= PINS_MAX:
-        raise OverCap(f"there are {len(others)} pins already; remove some")
+        raise AdminRefusal(f"there are {len(others)} pins already; remove some")
     held = _held(opened, [*others, pin])
     protected = pins.protected_sets(sets, others, held, _max_bytes(opened))
     already = [info for info in sets if info.set_id in protected]
@@ -132,17 +110,18 @@ def add_pin(opened: Opened, wanted: NewPin) -> PinRow:
     meant = _meant(pin, held, sets)
     total = sum(info.n_bytes for info in [*already, *(info for info in meant if info.set_id not in known)])
     if total > _max_bytes(opened):
-        raise OverCap(
+        raise AdminRefusal(
             f"pins would protect {total} bytes and may protect {_max_bytes(opened)} "
             "(capacity.pinned_max_fraction of capacity_bytes)"
         )
-    pins_backup.put(opened.index, opened.root.folder, pin.name, pin.pack(), wanted.expires_s)
+    pins_backup.put(opened.index, opened.root.folder, pin.name, pin.pack(), expires_s)
     return _pin_row(pin, meant)
 
 
-def drop_pin(opened: Opened, pin_id: str) -> bool:
-    """Remove a pin. Return False if there was none. Raises IndexUnavailable, TierUnavailable."""
-    return pins_backup.drop(opened.index, opened.root.folder, pins.PREFIX + pin_id)
+def drop_pin(opened: Opened, pin_id: str) -> None:
+    """Remove a pin. Raises NotThere, IndexUnavailable, TierUnavailable."""
+    if not pins_backup.drop(opened.index, opened.root.folder, pins.PREFIX + pin_id):
+        raise NotThere(f"there is no pin {pin_id}")
 
 
 def list_quotas(opened: Opened) -> QuotaList:
@@ -150,71 +129,58 @@ def list_quotas(opened: Opened) -> QuotaList:
     noted = opened.index.notes(limits.PREFIX, opened.clock())
     quotas = opened.evictor.quotas()
     used = Used.of(opened.index.sets())
-    rows = [
-        QuotaRow(
-            kind="tenant",
-            of=name,
-            quota_bytes=n_bytes,
-            used_bytes=used.tenants.get(name, 0),
-            is_run_time=limits.tenant_note(name) in noted,
-        )
-        for name, n_bytes in sorted(quotas.tenants.items())
-    ] + [
-        QuotaRow(
-            kind="namespace",
-            of=id_.hex(),
-            quota_bytes=n_bytes,
-            used_bytes=used.namespaces.get(id_, 0),
-            is_run_time=limits.namespace_note(id_) in noted,
-        )
-        for id_, n_bytes in sorted(quotas.namespaces.items())
+
+    def row(kind: Literal["tenant", "namespace"], of: str, quota_bytes: int | None, used_bytes: int) -> QuotaRow:
+        is_run_time = limits.PREFIX + f"{kind}/{of}" in noted
+        return QuotaRow(kind=kind, of=of, quota_bytes=quota_bytes, used_bytes=used_bytes, is_run_time=is_run_time)
+
+    rows = [row("tenant", name, quota, used.tenants.get(name, 0)) for name, quota in sorted(quotas.tenants.items())]
+    rows += [
+        row("namespace", id_.hex(), quota, used.namespaces.get(id_, 0))
+        for id_, quota in sorted(quotas.namespaces.items())
     ]
     return QuotaList(default_namespace_bytes=quotas.default_namespace_bytes, quotas=rows)
 
 
 def tenant_note(label: str) -> str:
-    """Return the name of the note with a tenant's quota. Raises WrongLabel for one that no settings can have."""
+    """Return the name of the note with a tenant's quota. Raises AdminRefusal for one that no settings can have."""
     is_plain = label.isprintable() and not set("/\ufffd") & set(label) and label == label.strip()
     if not is_plain or not 0 < len(label.encode()) <= TENANT_BYTES_MAX:
         what = "printable, without a / and without blanks around it"
-        raise WrongLabel(f"{label!r} is no tenant's label: that is 1 to {TENANT_BYTES_MAX} bytes in UTF-8, {what}")
+        raise AdminRefusal(f"{label!r} is no tenant's label: that is 1 to {TENANT_BYTES_MAX} bytes in UTF-8, {what}")
     return limits.tenant_note(label)
 
 
 def set_quota(opened: Opened, name: str, n_bytes: int | None) -> None:
     """name: `tenant_note` or `limits.namespace_note` of whose it is; None lifts what the settings say. Raises
-    UselessQuota, IndexUnavailable, TierUnavailable."""
+    AdminRefusal where no segment set fits and it is not 0, IndexUnavailable, TierUnavailable."""
     set_bytes = opened.settings.rank_set_bytes_max
     if n_bytes and n_bytes < set_bytes:
-        raise UselessQuota(
+        raise AdminRefusal(
             f"a quota of {exact(n_bytes)} has no room for one segment set ({exact(set_bytes)} or more): set several "
             "times that, or 0 to keep nothing"
         )
     pins_backup.put(opened.index, opened.root.folder, name, quota_value(n_bytes), None)
 
 
-def drop_quota(opened: Opened, name: str) -> bool:
-    """Go back to the quota of the settings. Return False if no other was set. Raises IndexUnavailable,
-    TierUnavailable."""
-    return pins_backup.drop(opened.index, opened.root.folder, name)
+def drop_quota(opened: Opened, name: str) -> None:
+    """Go back to the quota of the settings. Raises NotThere if no other was set, IndexUnavailable, TierUnavailable."""
+    if not pins_backup.drop(opened.index, opened.root.folder, name):
+        raise NotThere("nothing was reset: no such quota was set at run time")
 
 
 def _pin_row(pin: Pin, held: Sequence[SetInfo]) -> PinRow:
     return PinRow(
         id=pin.pin_id,
         namespace=pin.namespace.hex(),
-        label=_as_text(pin.label),
+        # Lone surrogates are replaced: a record is JSON of unknown origin and may contain them; an answer cannot.
+        label=pin.label.encode("utf-8", "replace").decode(),
         created_s=pin.created_s,
         expires_s=pin.expires_s,
         keys=None if pin.keys is None else len(pin.keys),
         sets=len(held),
         n_bytes=sum(info.n_bytes for info in held),
     )
-
-
-def _as_text(label: str) -> str:
-    """Replace lone surrogates: a record is JSON of unknown origin and may contain them; an answer cannot."""
-    return label.encode("utf-8", "replace").decode()
 
 
 def _held(opened: Opened, found: Sequence[Pin]) -> dict[str, frozenset[int]]:

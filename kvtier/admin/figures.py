@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import reduce
+from typing import get_args
 
 from kvtier.admin.answers import Latencies, LatencySummary, Prefix, Rates, TierFill, Totals, Worker
 from kvtier.runtime import metrics as names
-from kvtier.scheduler.engine_report import BOUNDS_S, Latency, WorkerReport, hit_ratio
+from kvtier.runtime.metrics import summed
+from kvtier.scheduler.engine_report import Latency, What, WorkerReport, hit_ratio
 
 PREFIXES_SHOWN = 32
 INTERVAL_S_MIN = 1e-3  # shortest interval of a report from which rates are computed, seconds
@@ -27,16 +30,16 @@ def workers_of(reports: Sequence[WorkerReport], now_s: float) -> list[Worker]:
 
 def totals_of(reports: Sequence[WorkerReport]) -> Totals:
     """Sum the counters since each engine's start. Engines that have ended do not count."""
-    counters = _added([report.counters for report in reports], [1.0] * len(reports))
+    counters = summed(report.counters for report in reports)
     ttft_saved_s = _known_sum(report.ttft_saved_s for report in reports)
     return Totals(hit_ratio=hit_ratio(counters), ttft_saved_s=ttft_saved_s, **_amounts(counters))
 
 
 def rates_of(reports: Sequence[WorkerReport]) -> Rates:
     timed = [report for report in reports if report.interval_s >= INTERVAL_S_MIN]
-    rates = _added([report.recent for report in timed], [1 / report.interval_s for report in timed])
+    rates = summed({name: value / of.interval_s for name, value in of.recent.items()} for of in timed)
     return Rates(
-        hit_ratio=hit_ratio(_added([report.recent for report in reports], [1.0] * len(reports))),
+        hit_ratio=hit_ratio(summed(report.recent for report in reports)),
         ttft_saved_s_per_s=_known_sum(
             None if report.ttft_saved_recent_s is None else report.ttft_saved_recent_s / report.interval_s
             for report in timed
@@ -46,11 +49,8 @@ def rates_of(reports: Sequence[WorkerReport]) -> Rates:
 
 
 def latencies_of(reports: Sequence[WorkerReport]) -> Latencies:
-    return Latencies(
-        lookup=_summary([report.lookup for report in reports]),
-        load=_summary([report.load for report in reports]),
-        save=_summary([report.save for report in reports]),
-    )
+    found = {what: _summary([getattr(report, what) for report in reports]) for what in get_args(What)}
+    return Latencies(**found)
 
 
 def arenas_of(reports: Sequence[WorkerReport]) -> list[TierFill]:
@@ -118,9 +118,7 @@ def _sum(counters: Mapping[str, float], group: Sequence[str]) -> float:
 
 
 def _summary(latencies: Sequence[Latency]) -> LatencySummary:
-    whole = Latency()
-    for latency in latencies:
-        whole = whole.merged(latency)
+    whole = reduce(Latency.merged, latencies, Latency())
     count = sum(whole.counts)
     p50, p95, p99 = (whole.quantile_s(fraction) for fraction in (0.5, 0.95, 0.99))
     return LatencySummary(
@@ -129,15 +127,6 @@ def _summary(latencies: Sequence[Latency]) -> LatencySummary:
         p50_s=p50,
         p95_s=p95,
         p99_s=p99,
-        bounds_s=list(BOUNDS_S),
         counts=list(whole.counts),
         sum_s=whole.sum_s,
     )
-
-
-def _added(counters: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for counted, weight in zip(counters, weights, strict=True):
-        for name, value in counted.items():
-            found[name] = found.get(name, 0.0) + value * weight
-    return found

@@ -3,48 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from kvtier.admin.answers import SegmentFile, SetDetails, SetPage, SetRow
-from kvtier.admin.opened import Opened
+from kvtier.admin.opened import NotThere, Opened
 from kvtier.index.base import SetInfo
 from kvtier.storage.segments import SegmentFiles, segment_name
 
 PAGE_MAX = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """None: any."""
-
-    namespace: bytes | None = None
-    tenant: str | None = None
-    is_open: bool | None = None
-
-
-def list_sets(opened: Opened, wanted: Filter, after: int, limit: int) -> SetPage:
-    """List the sets after id `after`, at most `limit`, by id, which grows with time. Raises IndexUnavailable."""
+def list_sets(
+    opened: Opened, namespace: bytes | None, tenant: str | None, is_open: bool | None, after: int, limit: int
+) -> SetPage:
+    """List the sets after id `after`, at most `limit`, by id, which grows with time. namespace, tenant, is_open: None
+    for any. Raises IndexUnavailable."""
     sets = opened.index.sets()
     found = [
         info
         for info in sets
         if info.set_id > after
-        and wanted.namespace in (None, info.namespace)
-        and wanted.tenant in (None, info.tenant)
-        and wanted.is_open in (None, info.is_open)
+        and namespace in (None, info.namespace)
+        and tenant in (None, info.tenant)
+        and is_open in (None, info.is_open)
     ]
-    page = found[: min(limit, PAGE_MAX)]
+    page = found[:limit]
     next_after = f"{page[-1].set_id:016x}" if len(found) > len(page) else None
     protected = opened.protected(sets)
     return SetPage(sets=[row_of(info, protected) for info in page], next_after=next_after)
 
 
-def describe_set(opened: Opened, set_id: int) -> SetDetails | None:
-    """Describe a set; None if the index has no such set. Raises IndexUnavailable."""
+def describe_set(opened: Opened, set_id: int) -> SetDetails:
+    """Raises NotThere, IndexUnavailable."""
     sets = opened.index.sets()  # all of them: pins protect up to a cap, the older sets first
     info = next((info for info in sets if info.set_id == set_id), None)
     if info is None:
-        return None
+        raise NotThere("the index has no such segment set")
     files = SegmentFiles(opened.root.folder / info.namespace.hex(), direct=False)
     parts = [part for found, part in files.ids() if found == set_id]
     return SetDetails(

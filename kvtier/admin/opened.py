@@ -11,13 +11,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.config.settings import Settings
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Rules
 from kvtier.format.namespace import Namespace
 from kvtier.index.base import Index, SetInfo
 from kvtier.index.open import open_index
 from kvtier.storage.root import Root, namespace_folders, open_root, read_namespace
+
+
+class AdminRefusal(KVTierError):
+    """An operation cannot be done as things are; the text says why."""
+
+
+class NotThere(AdminRefusal):
+    """There is no such namespace or tenant."""
+
+
+class Busy(AdminRefusal):
+    """Another such operation is at work."""
 
 
 class NamespaceBook:
@@ -44,6 +56,13 @@ class NamespaceBook:
             with self._lock:
                 self._known[namespace] = known
         return known
+
+    def get(self, namespace: bytes) -> Namespace:
+        """Return a namespace. Raises NotThere."""
+        found = self.find(namespace)
+        if found is None:
+            raise NotThere(f"there is no namespace {namespace.hex()} in {self._root.path}")
+        return found
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from kvtier.admin.opened import Opened
+from kvtier.admin.opened import AdminRefusal, Opened
 from kvtier.admin.stats import read_reports
 
 TOKENIZER_FILE = "tokenizer.json"
 KEPT_MAX = 4
 
 
-class NoTokenizer(Exception):
+class NoTokenizer(AdminRefusal):
     """None can be had here; ask with token ids."""
 
 

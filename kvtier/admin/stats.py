@@ -4,8 +4,9 @@ segment, and lists their folders only if the index is empty, so that its cost do
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
+from typing import Any
 
 from kvtier.admin import figures
 from kvtier.admin.answers import Capacity, IndexState, NamespaceRow, Snapshot, TenantRow, TierFill
@@ -13,7 +14,6 @@ from kvtier.admin.opened import Opened
 from kvtier.errors import Corrupt
 from kvtier.eviction import pins
 from kvtier.eviction.limits import Quotas
-from kvtier.format.namespace import Namespace
 from kvtier.index.base import SetInfo
 from kvtier.maintenance.sweeper import is_to_be_rebuilt
 from kvtier.scheduler.engine_report import LABEL_CHARS_MAX, NOTE_PREFIX, WorkerReport
@@ -96,48 +96,41 @@ def _namespaces(
     rows = []
     for id_ in shown:
         found = opened.book.find(id_)
-        engine, kv, codec, chunk_tokens = ("", "", "", 0) if found is None else _described(found)
+        shape = found.geometry if found else None
         rows.append(
             NamespaceRow(
                 id=id_.hex(),
-                engine=engine,
+                engine=found.engine if found else "",
                 model=models.get(id_.hex(), ""),
-                kv=kv,
-                codec=codec,
-                chunk_tokens=chunk_tokens,
-                sets=len(mine[id_]),
+                kv=f"{shape.layers}x{shape.kv_heads} {shape.dtype}" if shape else "",
+                codec=found.codec.name if found else "",
+                chunk_tokens=shape.chunk_tokens if shape else 0,
                 open_sets=sum(info.is_open for info in mine[id_]),
                 pinned_sets=sum(info.set_id in protected for info in mine[id_]),
-                n_bytes=sum(info.n_bytes for info in mine[id_]),
                 quota_bytes=quotas.of_namespace(id_),
-                hits=sum(info.uses for info in mine[id_]),
-                last_used_s=max((info.used_s for info in mine[id_]), default=None),
                 is_readable=found is not None,
+                **_usage(mine[id_]),
             )
         )
     return rows
 
 
-def _described(namespace: Namespace) -> tuple[str, str, str, int]:
-    shape = namespace.geometry
-    kv = f"{shape.layers}x{shape.kv_heads} {shape.dtype}"
-    return namespace.engine, kv, namespace.codec.name, shape.chunk_tokens
-
-
 def _tenants(sets: Sequence[SetInfo], quotas: Quotas) -> list[TenantRow]:
     """Return the tenants that have sets or a quota."""
-    labels = {info.tenant for info in sets} | {name for name in quotas.tenants if name}
-
-    def row(label: str, of: Callable[[SetInfo], bool]) -> TenantRow:
-        mine = [info for info in sets if of(info)]
-        return TenantRow(
-            label=label,
-            sets=len(mine),
-            n_bytes=sum(info.n_bytes for info in mine),
-            quota_bytes=quotas.of_tenant(label),
-            hits=sum(info.uses for info in mine),
-            last_used_s=max((info.used_s for info in mine), default=None),
-        )
-
-    rows = [row(label, lambda info, label=label: info.tenant == label) for label in labels]  # type: ignore[misc]
+    mine: dict[str, list[SetInfo]] = {name: [] for name in quotas.tenants if name}
+    for info in sets:
+        mine.setdefault(info.tenant, []).append(info)
+    rows = [
+        TenantRow(label=label, quota_bytes=quotas.of_tenant(label), **_usage(infos)) for label, infos in mine.items()
+    ]
     return sorted(rows, key=lambda found: (-found.n_bytes, found.label))[:ROWS_MAX]
+
+
+def _usage(sets: Sequence[SetInfo]) -> dict[str, Any]:
+    """Return the sums of the sets of a namespace or a tenant, by the names of their rows."""
+    return {
+        "sets": len(sets),
+        "n_bytes": sum(info.n_bytes for info in sets),
+        "hits": sum(info.uses for info in sets),
+        "last_used_s": max((info.used_s for info in sets), default=None),
+    }

@@ -8,18 +8,14 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvtier.admin.answers import BadRecord, VerifyJob
-from kvtier.admin.opened import Opened
+from kvtier.admin.opened import Busy, NotThere, Opened
 from kvtier.errors import KVTierError
-from kvtier.maintenance.scrub import VerifyReport, verify
+from kvtier.maintenance.scrub import verify
 from kvtier.runtime.threads import Jobs, ThreadJobs
 
 WAITING_MAX = 2
 KEPT_MAX = 20
 BAD_SHOWN_MAX = 200
-
-
-class TooMany(Exception):
-    """Too many verifications are waiting."""
 
 
 class _Cancelled(Exception):
@@ -42,27 +38,11 @@ class Verifying:
         self._known: OrderedDict[str, _Job] = OrderedDict()
 
     def start(self) -> VerifyJob:
-        """Raises TooMany."""
-        job = _Job(
-            VerifyJob(
-                id=uuid.uuid4().hex,
-                state="waiting",
-                segments_done=0,
-                segments_total=None,
-                started_s=self._opened.clock(),
-                ended_s=None,
-                records=None,
-                n_bytes=None,
-                unfinished=None,
-                unproved=None,
-                n_bad=None,
-                bad=[],
-                fault="",
-            )
-        )
+        """Raises Busy where too many wait already."""
+        job = _Job(VerifyJob(id=uuid.uuid4().hex, state="waiting", started_s=self._opened.clock()))
         with self._lock:
             if not self._jobs.submit(lambda: self._run(job)):
-                raise TooMany(f"{WAITING_MAX} are waiting already")
+                raise Busy(f"{WAITING_MAX} are waiting already")
             self._known[job.answer.id] = job
             while len(self._known) > KEPT_MAX:
                 self._known.popitem(last=False)
@@ -73,17 +53,15 @@ class Verifying:
         with self._lock:
             return [job.answer for job in reversed(self._known.values())]
 
-    def find(self, job_id: str) -> VerifyJob | None:
+    def find(self, job_id: str) -> VerifyJob:
+        """Raises NotThere."""
         with self._lock:
-            job = self._known.get(job_id)
-            return None if job is None else job.answer
+            return self._find(job_id).answer
 
-    def cancel(self, job_id: str) -> VerifyJob | None:
-        """End a job after the segment that it reads. Return None if there is no such job."""
+    def cancel(self, job_id: str) -> VerifyJob:
+        """End a job after the segment that it reads. Raises NotThere."""
         with self._lock:
-            job = self._known.get(job_id)
-            if job is None:
-                return None
+            job = self._find(job_id)
             job.is_cancelled = True
             if job.answer.state == "waiting":
                 self._change(job, {"state": "cancelled", "ended_s": self._opened.clock()})
@@ -94,6 +72,11 @@ class Verifying:
             for job in self._known.values():
                 job.is_cancelled = True
         self._jobs.close()
+
+    def _find(self, job_id: str) -> _Job:
+        if job_id not in self._known:
+            raise NotThere("there is no such job, or it was long ago")
+        return self._known[job_id]
 
     def _run(self, job: _Job) -> None:
         def tell(done: int, total: int) -> None:
@@ -106,7 +89,10 @@ class Verifying:
         try:
             tell(0, 0)
             signer = self._opened.settings.signing.signer()
-            found = _found(verify(self._opened.root, self._opened.index, tell, signer))
+            report = verify(self._opened.root, self._opened.index, tell, signer)
+            figures = {name: getattr(report, name) for name in ("records", "n_bytes", "unfinished", "unproved")}
+            bad = [BadRecord(**finding._asdict()) for finding in report.bad[:BAD_SHOWN_MAX]]
+            found = {"state": "done", "n_bad": len(report.bad), "bad": bad, **figures}
         except _Cancelled:
             found = {"state": "cancelled"}
         except (KVTierError, OSError) as fault:
@@ -118,15 +104,3 @@ class Verifying:
 
     def _change(self, job: _Job, changes: dict[str, object]) -> None:
         job.answer = job.answer.model_copy(update=changes)
-
-
-def _found(report: VerifyReport) -> dict[str, object]:
-    return {
-        "state": "done",
-        "records": report.records,
-        "n_bytes": report.n_bytes,
-        "unfinished": report.unfinished,
-        "unproved": report.unproved,
-        "n_bad": len(report.bad),
-        "bad": [BadRecord(**finding._asdict()) for finding in report.bad[:BAD_SHOWN_MAX]],
-    }

@@ -22,8 +22,8 @@ from kvtier.cli.prompts import (
     SaltOption,
     TokensOption,
     duration_argument,
+    keys_of,
     namespace_of,
-    prefix_keys,
     size_argument,
 )
 from kvtier.cli.tables import counted, print_table, when
@@ -86,8 +86,10 @@ def evict(
     if include_pinned and not everything:
         raise NotDone("--include-pinned goes with --all only: remove the pins of what is to go (kvtier unpin)")
     with deployment(path, config) as opened:
-        namespace_id = namespace_of(namespace, opened)
-        set_ids = _sets_of(given, opened, namespace_id) if by_prompt else None
+        namespace_id = None if namespace is None else namespace_of(namespace, opened)
+        if by_prompt and namespace_id is None:
+            raise NotDone("a prefix is one of a namespace: add --namespace")
+        set_ids = opened.evictor.sets_of(keys_of(given, opened, namespace_id)) if by_prompt and namespace_id else None
         selection = Selection(n_bytes, unused, namespace_id, tenant, set_ids)
         confirmed = None if dry_run else yes
         return _evict(opened, selection, include_pinned, confirmed, as_json)
@@ -130,12 +132,6 @@ def _freed(done: Evicted, freed_bytes: int, holding: Sequence[str]) -> str:
         )
     )
     return f"{size(freed_bytes)} of {size(done.unlinked_bytes)} became free on the disk so far; {by}"
-
-
-def _sets_of(given: PromptOptions, opened: Opened, namespace_id: bytes | None) -> frozenset[int]:
-    if namespace_id is None:
-        raise NotDone("a prefix is one of a namespace: add --namespace")
-    return opened.evictor.sets_of(prefix_keys(given, opened, namespace_id))
 
 
 def _is_meant(planned: Evicted) -> bool:

@@ -16,7 +16,7 @@ from kvtier.cli.prompts import (
     SaltOption,
     TokensOption,
     namespace_of,
-    prompt_of,
+    tokens_of,
 )
 from kvtier.cli.tables import counted, print_table
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
@@ -39,8 +39,8 @@ def lookup(
     if not given.is_given(ctx):
         raise NotDone("which prompt? name one with --tokens, --prompt or --prompt-file")
     with deployment(path, config, needs_settings=False) as opened:
-        namespace_id = namespace_of(namespace, opened)
-        answer = look_up(opened, prompt_of(given, opened, namespace_id), namespace_id)
+        namespace_id = None if namespace is None else namespace_of(namespace, opened)
+        answer = look_up(opened, tokens_of(given, opened, namespace_id), salt, namespace_id)
     if as_json:
         print_json(answer.model_dump(mode="json"))
     else:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvtier.admin.answers import PinRow, Pins
-from kvtier.admin.change import PIN_KEYS_MAX, NewPin, add_pin, drop_pin, list_pins
+from kvtier.admin.change import add_pin, drop_pin, list_pins
 from kvtier.cli.app import NotDone, app
 from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, deployment
 from kvtier.cli.prompts import (
@@ -18,8 +18,8 @@ from kvtier.cli.prompts import (
     SaltOption,
     TokensOption,
     duration_argument,
+    keys_of,
     namespace_of,
-    prefix_keys,
 )
 from kvtier.cli.tables import counted, print_table, when
 from kvtier.runtime.exit_status import MEANINGS, OK, print_json
@@ -69,12 +69,8 @@ def pin(
         return OK
     with deployment(path, config) as opened:
         namespace_id = namespace_of(namespace, opened)
-        assert namespace_id is not None
-        keys = prefix_keys(given, opened, namespace_id) if has_prompt else None
-        if keys is not None and len(keys) > PIN_KEYS_MAX:
-            raise NotDone(f"these are {len(keys)} chunks; a pin is of {PIN_KEYS_MAX} at most")
-        expires_s = None if ttl_s is None else opened.clock() + ttl_s
-        row = add_pin(opened, NewPin(namespace_id, keys, label, expires_s))
+        keys = keys_of(given, opened, namespace_id) if has_prompt else None
+        row = add_pin(opened, namespace_id, keys, label, ttl_s)
     if as_json:
         print_json(row.model_dump(mode="json"))
     else:
@@ -97,8 +93,9 @@ def unpin(
         found = [row.id for row in list_pins(opened).pins if row.id.startswith(pin)]
         if len(found) > 1 or not pin:
             raise NotDone(f"{len(found)} pins begin with {pin!r}: give more of the id")
-        if not found or not drop_pin(opened, found[0]):
+        if not found:
             raise NotDone(f"there is no pin {pin}")
+        drop_pin(opened, found[0])
     if as_json:
         print_json({"id": found[0]})
     else:

@@ -19,11 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier.admin.change import Busy, OverCap, UnknownTenant, UselessQuota, WrongLabel
-from kvtier.admin.lookup import UnknownNamespace
 from kvtier.admin.opened import Opened, open_for_admin
-from kvtier.admin.prompts import NoTokenizer
-from kvtier.cli.app import NotDone
 from kvtier.config.kv_transfer import ROOT_VARIABLE
 from kvtier.config.settings import Settings, has_root_variable
 from kvtier.errors import ConfigError
@@ -93,8 +89,7 @@ def find_place(path: Path | None, config: Path | None) -> CommandTarget:
 
 @contextmanager
 def deployment(path: Path | None, config: Path | None, needs_settings: bool = True) -> Iterator[Opened]:
-    """Open the root with its index. needs_settings: refuse a folder alone. Raises ConfigError, IndexUnavailable,
-    NotDone."""
+    """Open the root with its index. needs_settings: refuse a folder alone. Raises ConfigError, IndexUnavailable."""
     place = find_place(path, config)
     if place.is_bare and needs_settings:
         fix = (
@@ -109,8 +104,6 @@ def deployment(path: Path | None, config: Path | None, needs_settings: bool = Tr
     opened = open_for_admin(place.settings)
     try:
         yield opened
-    except (Busy, OverCap, UnknownTenant, UselessQuota, WrongLabel, NoTokenizer, UnknownNamespace) as refusal:
-        raise NotDone(str(refusal)) from refusal
     finally:
         opened.close()
 

@@ -8,172 +8,259 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import typer
 
-from kvtier.cli.app import app
+from kvtier.cli.app import app, refuse_together
 from kvtier.cli.place import JsonOption
-from kvtier.cli.plan_text import plan_values, print_plan
+from kvtier.cli.prompts import size_argument
+from kvtier.cli.tables import print_table
+from kvtier.codecs.measured_loss import KL_NATS, MODELS, losses_line
 from kvtier.config.settings import CHUNK_TOKENS_UNIT
-from kvtier.config.types import parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.planner.capacity import EngineSizes, TransferRates
-from kvtier.planner.figures import CapacityPlan, PlanRequest, make_plan
+from kvtier.planner.figures import CapacityPlan, CodecPlan, PlanRequest, PrefillRate, make_plan
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
+from kvtier.runtime.units import size
 
-T = TypeVar("T")
 _RATE = re.compile(r"(?P<size>[\d.]+\s*(?:[KMGT]i?)?)(?P<unit>B|bits?)?/s", re.IGNORECASE)
 
 # Seconds that a reload takes beside its bytes at the transfer's rate. On one H200 with Llama-3.1-8B's dimensions the
 # reloads of benchmarks/results/gpu/versus.json take 18 ms more than that at 8,192 tokens and 84 ms at 100,000, most of
 # it the floor that a hit in the engine's own cache has too.
-LOAD_OVERHEAD = "0.02"
-GPU_BYTES_MIN = 1 << 30  # least memory of a GPU, bytes
-PLAIN_BYTES_MIN = 1 << 20  # least size without a unit, bytes: 40 is meant as 40 GiB
-BYTES_MAX, DIGITS_MAX = 1 << 60, 15  # largest size, and digits of the largest count; more is a slip
-STEP_TOKENS = 8192  # vLLM's usual max_num_batched_tokens of a server on a large GPU
+LOAD_OVERHEAD_S = 0.02
+BYTES_MIN, BYTES_MAX = 1 << 20, 1 << 60  # sizes that are taken, bytes: 40 is meant as 40 GiB
+COUNT_MAX = 10**9  # largest count; more is a slip
+
+Column = tuple[str, Callable[[CodecPlan], str]]
 
 
-@app.command("plan", epilog=MEANINGS)
-def plan(
-    model: Annotated[str, typer.Option(metavar="DIR", help="Folder of a Hugging Face model: config.json is enough.")],
-    gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of one GPU, as 141GB.")],
-    tensor_parallel: Annotated[str, typer.Option(metavar="N")] = "1",
-    pipeline_parallel: Annotated[str, typer.Option(metavar="N")] = "1",
-    gpu_memory_utilization: Annotated[str, typer.Option(metavar="F", help="The engine's share of it.")] = "0.9",
-    reserve: Annotated[str, typer.Option(metavar="SIZE", help="Of that, for activations and CUDA graphs.")] = "4GiB",
-    kv_dtype: Annotated[Literal["auto", "fp8"], typer.Option(help="In which the engine keeps KV.")] = "auto",
-    chunk_tokens: Annotated[str, typer.Option(metavar="N", help="As in the settings.")] = "256",
-    max_num_batched_tokens: Annotated[str, typer.Option(metavar="N", help="Of a step.")] = str(STEP_TOKENS),
-    hbm_staging: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="hbm.staging_bytes of the settings; without it, by the step.")
-    ] = None,
-    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of the host arena of each rank.")] = None,
-    storage: Annotated[str | None, typer.Option(metavar="SIZE", help="Of the root.")] = None,
-    storage_rate: Annotated[
-        str | None, typer.Option(metavar="RATE", help="At which all ranks together read it, as 2GB/s or 16Gbit/s.")
-    ] = None,
-    pcie_rate: Annotated[
-        str | None, typer.Option(metavar="RATE", help="From host memory to one GPU, as 55GB/s.")
-    ] = None,
-    tflops: Annotated[str | None, typer.Option(metavar="F", help="What one GPU achieves in a prefill.")] = None,
-    prefill_rate: Annotated[
-        str | None,
-        typer.Option(metavar="RATE@N", help="Instead: tokens a second of a prompt of N tokens, as 40000@8192."),
-    ] = None,
-    load_overhead: Annotated[str, typer.Option(metavar="S", help="Seconds that any load takes.")] = LOAD_OVERHEAD,
-    context: Annotated[
-        str | None, typer.Option(metavar="N", help="Tokens to reload; without it, the model's longest context.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> int:
-    """Compute what KV of a model takes, what fits, what a reload costs."""
-    if tflops is not None and prefill_rate is not None:
-        raise ConfigError("--prefill-rate", prefill_rate, "it stands for --tflops: give one of them")
-    engine = EngineSizes(
-        tensor_size=_count("--tensor-parallel", tensor_parallel),
-        pipeline_size=_count("--pipeline-parallel", pipeline_parallel),
-        gpu_bytes=_gpu_bytes("--gpu-memory", gpu_memory),
-        utilization=_number("--gpu-memory-utilization", gpu_memory_utilization, 1.0),
-        reserve_bytes=_bytes("--reserve", reserve),
-    )
-    asked = PlanRequest(
-        model=Path(model),
-        engine=engine,
-        kv_dtype=kv_dtype,
-        chunk_tokens=_chunk_tokens("--chunk-tokens", chunk_tokens),
-        step_tokens=_count("--max-num-batched-tokens", max_num_batched_tokens),
-        staging_bytes=_given("--hbm-staging", hbm_staging, _bytes),
-        host_bytes=_given("--host-memory", host_memory, _bytes),
-        storage_bytes=_given("--storage", storage, _bytes),
-        rates=TransferRates(_given("--storage-rate", storage_rate, _rate), _given("--pcie-rate", pcie_rate, _rate)),
-        tflops=_given("--tflops", tflops, _number),
-        prefill_rate=_given("--prefill-rate", prefill_rate, _rate_at),
-        load_overhead_s=_number("--load-overhead", load_overhead),
-        context=_given("--context", context, _count),
-    )
-    return _print(make_plan(asked), as_json)
+def _size(text: str) -> int:
+    n_bytes = size_argument(text)
+    if not BYTES_MIN <= n_bytes <= BYTES_MAX:
+        raise typer.BadParameter(f"{text!r:.40}: it must be 1MiB to {BYTES_MAX >> 40}TiB; give the unit too, as 64GiB")
+    return n_bytes
 
 
-def _print(found: CapacityPlan, as_json: bool) -> int:
-    if as_json:
-        print_json(plan_values(found))
-    else:
-        print_plan(found)
-    return FOUND_BAD if all(codec.staging.fault for codec in found.codecs.values()) else OK
-
-
-def _given(option: str, text: str | None, read: Callable[[str, str], T]) -> T | None:
-    return None if text is None else read(option, text)
-
-
-def _count(option: str, text: str, least: int = 1) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > DIGITS_MAX or int(text) < least:
-        raise ConfigError(option, text, f"it must be a whole number, {least} or more, of {DIGITS_MAX} digits at most")
-    return int(text)
-
-
-def _chunk_tokens(option: str, text: str) -> int:
-    found = _count(option, text)
-    if found % CHUNK_TOKENS_UNIT:
-        raise ConfigError(option, found, f"it must be a multiple of {CHUNK_TOKENS_UNIT}")
-    return found
-
-
-def _number(option: str, text: str, most: float = math.inf) -> float:
+def _positive(text: str, most: float = math.inf) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 < value <= most or value == math.inf:
-        raise ConfigError(
-            option, text, "it must be a number above 0" + (f", {most:g} at most" if most < math.inf else "")
-        )
+        limit = f", {most:g} at most" if most < math.inf else ""
+        raise typer.BadParameter(f"{text!r}: it must be a number above 0{limit}")
     return value
 
 
-def _bytes(option: str, text: str) -> int:
-    try:
-        n_bytes = parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(option, text, str(error)) from None
-    if n_bytes <= 0:
-        raise ConfigError(option, text, "it must be above 0")
-    if n_bytes > BYTES_MAX:
-        raise ConfigError(option, text, f"it must be {BYTES_MAX >> 40}TiB at most")
-    if n_bytes < PLAIN_BYTES_MIN and text.strip().isdigit():
-        raise ConfigError(option, text, f"that is {n_bytes} bytes: give the unit too, as 64GiB")
-    return n_bytes
-
-
-def _gpu_bytes(option: str, text: str) -> int:
-    n_bytes = _bytes(option, text)
-    if n_bytes < GPU_BYTES_MIN:
-        raise ConfigError(option, text, f"that is {n_bytes} bytes: give the unit too, as 141GB")
-    return n_bytes
-
-
-def _rate(option: str, text: str) -> float:
+def _rate(text: str) -> float:
     """Read a rate, as bytes a second. Bits need their full name, because "Gb" is written for either."""
     found = _RATE.fullmatch(text.strip())
     if found is None:
-        raise ConfigError(option, text, 'it must be a size a second, such as "2GB/s", or in bits "16Gbit/s"')
+        raise typer.BadParameter(f'{text!r}: it must be a size a second, such as "2GB/s", or in bits "16Gbit/s"')
     unit = found["unit"] or ""
     if unit == "b":
-        raise ConfigError(option, text, 'is that bytes or bits? write "GB/s" for bytes, "Gbit/s" for bits')
-    try:
-        rate = float(_bytes(option, found["size"] + ("B" if unit else "")))
-    except ConfigError as fault:
-        raise ConfigError(option, text, fault.fix) from None
-    return rate / 8 if unit.lower().startswith("bit") else rate
+        raise typer.BadParameter(f'{text!r}: is that bytes or bits? write "GB/s" for bytes, "Gbit/s" for bits')
+    n_bytes = size_argument(found["size"] + ("B" if unit else ""))
+    if not 0 < n_bytes <= BYTES_MAX:
+        raise typer.BadParameter(f"{text!r:.40}: it must be above 0, and {BYTES_MAX >> 40}TiB/s at most")
+    return n_bytes / 8 if unit.lower().startswith("bit") else float(n_bytes)
 
 
-def _rate_at(option: str, text: str) -> tuple[float, int]:
-    """Read (tokens a second, length of the prompt in tokens)."""
-    rate, at, tokens = text.partition("@")
-    if not at:
-        raise ConfigError(option, text, "name the length too, as 40000@8192: long prompts are slower a token")
-    return _number(option, rate), _count(option, tokens)
+def _rate_at(text: str) -> PrefillRate:
+    rate, _, tokens = text.partition("@")
+    if not tokens.isdecimal() or not 0 < int(tokens) <= COUNT_MAX:
+        raise typer.BadParameter(f"{text!r}: name the length too, as 40000@8192: long prompts are slower a token")
+    return PrefillRate(_positive(rate), int(tokens))
+
+
+def _option(metavar: str, parser: Callable[[str], Any], text: str) -> Any:
+    return typer.Option(metavar=metavar, parser=parser, help=text)
+
+
+Count = Annotated[int, typer.Option(metavar="N", min=1, max=COUNT_MAX)]
+
+
+@app.command("plan", epilog=MEANINGS)
+def plan(
+    ctx: typer.Context,
+    model: Annotated[Path, typer.Option(metavar="DIR", help="Folder of a Hugging Face model: config.json is enough.")],
+    gpu_memory: Annotated[int, _option("SIZE", _size, "Memory of one GPU, as 141GB.")],
+    tensor_parallel: Count = 1,
+    pipeline_parallel: Count = 1,
+    gpu_memory_utilization: Annotated[
+        float, _option("F", partial(_positive, most=1.0), "The engine's share of it.")
+    ] = 0.9,
+    reserve: int = typer.Option("4GiB", metavar="SIZE", parser=_size, help="Of that, for activations and CUDA graphs."),
+    kv_dtype: Annotated[Literal["auto", "fp8"], typer.Option(help="In which the engine keeps KV.")] = "auto",
+    chunk_tokens: Annotated[int, typer.Option(metavar="N", min=1, max=COUNT_MAX, help="As in the settings.")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(metavar="N", min=1, max=COUNT_MAX, help="Of a step.")] = 8192,
+    hbm_staging: Annotated[
+        int | None, _option("SIZE", _size, "hbm.staging_bytes of the settings; without it, by the step.")
+    ] = None,
+    host_memory: Annotated[int | None, _option("SIZE", _size, "Of the host arena of each rank.")] = None,
+    storage: Annotated[int | None, _option("SIZE", _size, "Of the root.")] = None,
+    storage_rate: Annotated[
+        float | None, _option("RATE", _rate, "At which all ranks together read it, as 2GB/s or 16Gbit/s.")
+    ] = None,
+    pcie_rate: Annotated[float | None, _option("RATE", _rate, "From host memory to one GPU, as 55GB/s.")] = None,
+    tflops: Annotated[float | None, _option("F", _positive, "What one GPU achieves in a prefill.")] = None,
+    prefill_rate: Annotated[
+        PrefillRate | None,
+        _option("RATE@N", _rate_at, "Instead: tokens a second of a prompt of N tokens, as 40000@8192."),
+    ] = None,
+    load_overhead: Annotated[float, _option("S", _positive, "Seconds that any load takes.")] = LOAD_OVERHEAD_S,
+    context: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, max=COUNT_MAX, help="To reload; without it, the model's longest context."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Compute what KV of a model takes, what fits, what a reload costs."""
+    refuse_together(ctx, {"--tflops": tflops, "--prefill-rate": prefill_rate})
+    if chunk_tokens % CHUNK_TOKENS_UNIT:
+        raise ConfigError("--chunk-tokens", chunk_tokens, f"it must be a multiple of {CHUNK_TOKENS_UNIT}")
+    asked = PlanRequest(
+        model=model,
+        engine=EngineSizes(tensor_parallel, pipeline_parallel, gpu_memory, gpu_memory_utilization, reserve),
+        kv_dtype=kv_dtype,
+        chunk_tokens=chunk_tokens,
+        step_tokens=max_num_batched_tokens,
+        staging_bytes=hbm_staging,
+        host_bytes=host_memory,
+        storage_bytes=storage,
+        rates=TransferRates(storage_rate, pcie_rate),
+        tflops=tflops,
+        prefill_rate=prefill_rate,
+        load_overhead_s=load_overhead,
+        context=context,
+    )
+    found = make_plan(asked)
+    if as_json:
+        print_json(_values(found))
+    else:
+        _print(found)
+    return FOUND_BAD if all(codec.staging.fault for codec in found.codecs.values()) else OK
+
+
+def _values(plan: CapacityPlan) -> dict[str, Any]:
+    """Return the fields of a CapacityPlan, and figures derived from them, for JSON."""
+    values = asdict(plan)
+    del values["model"]["text"]
+    experts = values["model"]["experts"]
+    if experts is not None:
+        experts["sparse"] = sorted(experts["sparse"])
+    values["weights"] = plan.weights._asdict()
+    values["hbm"]["tokens"] = plan.hbm.tokens
+    values["geometry"]["token_bytes"] = plan.geometry.token_bytes
+    for name, found in plan.codecs.items():
+        values["codecs"][name]["chunk"]["token_bytes"] = found.chunk.token_bytes
+        values["codecs"][name]["staging"] = found.staging._asdict()
+        if name in KL_NATS:
+            values["codecs"][name]["kl_nats"] = dict(zip(MODELS, KL_NATS[name], strict=True))
+    return values
+
+
+def _print(plan: CapacityPlan) -> None:
+    for line in _facts(plan):
+        print(line)
+    for title, columns in (
+        ("what KV takes, by codec", _sizes(plan)),
+        (f"reload of {plan.context:,} tokens, by codec", _times(plan)),
+    ):
+        if columns:
+            print(f"\n{title}:")
+            rows = [(name, *(text(found) for _, text in columns)) for name, found in plan.codecs.items()]
+            print_table([("codec", *(title for title, _ in columns)), *rows], right=range(1, len(columns) + 1))
+    print(losses_line(plan.codecs))
+    not_fitting = {name: found.staging.fault for name, found in plan.codecs.items() if found.staging.fault is not None}
+    for names, reason in _together(plan.refused | not_fitting):
+        print(f"not with {', '.join(names)}: {reason}")
+    print()
+    for text in plan.assumptions:
+        print(f"assumed: {text}")
+
+
+def _facts(plan: CapacityPlan) -> Iterator[str]:
+    model, shape, engine, hbm = plan.model, plan.geometry, plan.engine, plan.hbm
+    heads = f"{shape.kv_heads} KV heads of {shape.k_head_size} ({model.attention.heads} of queries)"
+    if shape.attention == "mla":
+        heads = f"one latent vector of {shape.k_head_size} (MLA)"
+    yield f"model: {model.family}, {shape.layers} layers, {heads}"
+    yield f"KV: {shape.token_bytes:,} bytes a token, in {shape.dtype}"
+    active = f", {plan.active_parameters / 1e9:.2f}e9 of layers for each token" if model.experts else ""
+    yield f"weights: {size(plan.weights.n_bytes)} {plan.weights.source}"
+    yield f"parameters: {plan.parameters / 1e9:.2f}e9{active}"
+    if engine.ranks > 1:
+        yield f"ranks: {engine.tensor_size} tensor x {engine.pipeline_size} pipeline; HBM is of the one with least room"
+    yield (
+        f"HBM: {size(engine.gpu_bytes)} x {engine.utilization:g} - {size(hbm.weights_bytes)} weights - "
+        f"{size(engine.reserve_bytes)} reserve = {size(hbm.kv_bytes)}, at {hbm.token_bytes:,} bytes a token"
+    )
+    longest = model.max_tokens
+    fits = f": {hbm.tokens / longest:.1f} requests of the model's longest context, {longest:,}" if longest else ""
+    yield f"context: {hbm.tokens:,} tokens in HBM{fits}"
+    yield f"outside of the engine's share: {size(hbm.outside_bytes)} of each GPU, {_staging(plan)}"
+    rate = "give --tflops or --prefill-rate for its time" if plan.prefill_s is None else f"{_seconds(plan.prefill_s)}"
+    yield f"prefill of {plan.context:,} tokens: {plan.prefill_flops / 1e12:,.0f} TFLOP, {rate}"
+
+
+def _staging(plan: CapacityPlan) -> str:
+    """Describe the memory left beside the staging of codec raw, which takes the most."""
+    found = plan.codecs["raw"].staging
+    left = plan.hbm.outside_bytes - found.n_bytes - found.spare_bytes
+    rest = f"{size(left)} left" if left >= 0 else f"{size(-left)} too little"
+    return f"less {size(found.n_bytes)} for kvtier's staging (raw) and {size(found.spare_bytes)} to spare: {rest}"
+
+
+def _sizes(plan: CapacityPlan) -> list[Column]:
+    columns: list[Column] = [
+        ("bytes a token", lambda row: f"{row.chunk.token_bytes:,.0f}"),
+        ("raw is", lambda row: f"{row.ratio:.2f}x"),
+        ("tokens/GiB of files", lambda row: f"{row.per_gib_of_files:,}"),
+        ("tokens/GiB of a rank's arena", lambda row: f"{row.per_gib_of_arena:,}"),
+        ("staging", lambda row: size(row.staging.n_bytes)),
+    ]
+    raw = plan.codecs["raw"]
+    if raw.tokens_in_storage is not None:
+        columns.append(("tokens in --storage", lambda row: f"{row.tokens_in_storage:,}"))
+    if raw.tokens_in_host is not None:
+        columns.append(("in --host-memory", lambda row: f"{row.tokens_in_host:,}"))
+    return columns
+
+
+def _times(plan: CapacityPlan) -> list[Column]:
+    """Return columns of times; none without a rate."""
+    raw = plan.codecs["raw"]
+    columns: list[Column] = []
+    if raw.from_files_s is not None:
+        columns.append(("from files", lambda row: _seconds(row.from_files_s)))
+    if raw.from_host_s is not None:
+        columns.append(("from host memory", lambda row: _seconds(row.from_host_s)))
+    if columns:
+        columns.append((f"{columns[0][0]}, tokens/s", lambda row: f"{row.reload_tokens_s:,.0f}"))
+    if raw.break_even_tokens is not None:
+        columns.append(("quicker than prefill from", lambda row: _break_even(row, plan.model.max_tokens)))
+    return columns
+
+
+def _break_even(row: CodecPlan, max_tokens: int) -> str:
+    tokens = row.break_even_tokens or 0
+    return f"{tokens:,} tokens" + (" (beyond the context)" if max_tokens and tokens > max_tokens else "")
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+def _together(refused: dict[str, str]) -> list[tuple[list[str], str]]:
+    """Group the codecs by reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in refused.items():
+        reasons.setdefault(reason, []).append(name)
+    return [(names, reason) for reason, names in reasons.items()]

@@ -9,7 +9,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from kvtier.admin.lookup import TOKENS_MAX, TokenPrompt, keys_of
+from kvtier.admin.lookup import TOKENS_MAX, prefix_keys
 from kvtier.admin.opened import Opened
 from kvtier.admin.prompts import Tokenizers
 from kvtier.cli.app import NotDone, refuse_together
@@ -22,7 +22,7 @@ def size_argument(text: str) -> int:
     try:
         return parse_bytes(int(text) if text.isdecimal() else text)
     except ValueError as fault:
-        raise typer.BadParameter(str(fault)) from None
+        raise typer.BadParameter(f"{text!r:.40}: {fault}") from None
 
 
 def duration_argument(text: str) -> float:
@@ -80,7 +80,7 @@ SaltOption = Annotated[
 ]
 
 
-def prompt_of(options: PromptOptions, opened: Opened, namespace: bytes | None) -> TokenPrompt:
+def tokens_of(options: PromptOptions, opened: Opened, namespace: bytes | None) -> list[int]:
     """Read the prompt. Raises NotDone, NoTokenizer."""
     if options.tokens is not None:
         tokens = _tokens(_read(options.tokens), options.tokens)
@@ -89,23 +89,16 @@ def prompt_of(options: PromptOptions, opened: Opened, namespace: bytes | None) -
         tokens = Tokenizers().tokens(opened, text, namespace)
     if len(tokens) > TOKENS_MAX:
         raise NotDone(f"a prompt of {len(tokens)} tokens: at most {TOKENS_MAX}")
-    return TokenPrompt(tokens, options.salt)
+    return tokens
 
 
-def prefix_keys(options: PromptOptions, opened: Opened, namespace: bytes) -> tuple[bytes, ...]:
-    """Return the keys of the prompt's whole chunks. Raises NotDone where it has none, UnknownNamespace,
-    NoTokenizer, OSError."""
-    prompt = prompt_of(options, opened, namespace)
-    keys = keys_of(opened, prompt, namespace)
-    if not keys:
-        raise NotDone(f"{len(prompt.tokens)} tokens are less than a chunk: nothing is stored of them")
-    return tuple(keys)
+def keys_of(options: PromptOptions, opened: Opened, namespace: bytes) -> list[bytes]:
+    """Return the keys of the prompt's whole chunks. Raises NotDone, AdminRefusal."""
+    return prefix_keys(opened, tokens_of(options, opened, namespace), options.salt, namespace)
 
 
-def namespace_of(given: str | None, opened: Opened) -> bytes | None:
+def namespace_of(given: str, opened: Opened) -> bytes:
     """Find a namespace by the beginning of its id. Raises NotDone unless exactly one begins so."""
-    if given is None:
-        return None
     wanted = given.lower()
     if not wanted:
         raise NotDone("--namespace is empty; is a variable of your shell not set?")

@@ -8,7 +8,6 @@ import typer
 
 from kvtier.admin.answers import QuotaList
 from kvtier.admin.change import drop_quota, list_quotas, set_quota, tenant_note
-from kvtier.admin.opened import Opened
 from kvtier.cli.app import NotDone, app, refuse_together
 from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, deployment
 from kvtier.cli.prompts import NamespaceOption, namespace_of, size_argument
@@ -46,11 +45,11 @@ def quota(
         raise NotDone(f"a quota is changed by whose it is and what it is to be: add {fix}")
     with deployment(path, config) as opened:
         if is_change:
-            note = tenant_note(tenant) if tenant is not None else namespace_note(_namespace(namespace, opened))
-            if not reset:
+            note = namespace_note(namespace_of(namespace, opened)) if namespace else tenant_note(tenant or "")
+            if reset:
+                drop_quota(opened, note)
+            else:
                 set_quota(opened, note, None if unlimited else quota_bytes)
-            elif not drop_quota(opened, note):
-                raise NotDone("nothing was reset: no such quota had been set")
         found = list_quotas(opened)
         known = {known.name for known in opened.settings.capacity.tenants}
     if as_json:
@@ -60,12 +59,6 @@ def quota(
         if tenant is not None and not reset and tenant not in known:
             print(f"no tenant is called {tenant} in these settings: only engines that know one by it keep that")
     return OK
-
-
-def _namespace(given: str | None, opened: Opened) -> bytes:
-    found = namespace_of(given, opened)
-    assert found is not None
-    return found
 
 
 def _print(found: QuotaList) -> None:

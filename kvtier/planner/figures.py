@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Geometry, RankShare
@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 
 
+class PrefillRate(NamedTuple):
+    """Rate of a prefill, tokens a second, with a prompt of `tokens`."""
+
+    tokens_s: float
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     """Parsed options. Seconds, bytes, tokens; None: not given."""
@@ -44,7 +51,7 @@ class PlanRequest:
     storage_bytes: int | None
     rates: TransferRates
     tflops: float | None
-    prefill_rate: tuple[float, int] | None
+    prefill_rate: PrefillRate | None
     load_overhead_s: float
     context: int | None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.cli import main
 from kvtier.codecs.measured_loss import MODELS
 from tests.cli.asking import printed, printed_json, refused
 from tests.model_configs import GLM_MOE, LLAMA4, LLAMA_8B, LLAMA_70B, MLA, SMALL
@@ -288,36 +289,54 @@ def test_a_rate_in_bits(rate: str, model: str, capsys: pytest.CaptureFixture[str
     assert binary == planned(capsys, "--model", model, "--storage-rate", "1GiB/s") != expected
 
 
-BAD_OPTIONS = [
-    (("--gpu-memory", "12XB"), "--gpu-memory = '12XB': must be a whole number of bytes"),
-    (("--gpu-memory", "141"), "--gpu-memory = '141': that is 141 bytes: give the unit too"),
+NOT_IN_A_MODEL = [
     (("--gpu-memory", "10GB"), "raise --tensor-parallel or --pipeline-parallel"),
     ((*GPU, "--tensor-parallel", "3"), "--tensor-parallel = 3: the model's 32 attention heads do not divide"),
-    ((*GPU, "--tensor-parallel", "0"), "--tensor-parallel = '0': it must be a whole number, 1 or more"),
-    ((*GPU, "--pipeline-parallel", "33"), "--pipeline-parallel = 33: the model has 32 layers"),
-    ((*GPU, "--gpu-memory-utilization", "1.5"), "must be a number above 0, 1 at most"),
-    ((*GPU, "--storage-rate", "2GB"), 'a size a second, such as "2GB/s"'),
-    ((*GPU, "--pcie-rate", "0/s"), "--pcie-rate = '0/s': it must be above 0"),
-    ((*GPU, "--storage-rate", "2Gb/s"), "--storage-rate = '2Gb/s': is that bytes or bits?"),
-    ((*GPU, "--storage-rate", "2Gbps"), '"2GB/s", or in bits "16Gbit/s"'),
-    ((*GPU, "--storage-rate", "2G/s"), "--storage-rate = '2G/s': must be a whole number of bytes or a size"),
-    ((*GPU, "--prefill-rate", "40000"), "name the length too"),
-    ((*GPU, "--prefill-rate", "40000@8192", "--tflops", "3"), "give one of them"),
-    ((*GPU, "--tflops", "nan"), "--tflops = 'nan'"),
     ((*GPU, "--chunk-tokens", "250"), "a multiple of 16"),
-    ((*GPU, "--host-memory", "40"), "--host-memory = '40': that is 40 bytes: give the unit too"),
-    ((*GPU, "--storage", "450"), "--storage = '450': that is 450 bytes: give the unit too"),
-    (("--gpu-memory", "9" * 400 + "GB"), "it must be 1048576TiB at most"),
-    ((*GPU, "--storage-rate", "9" * 400 + "GB/s"), "it must be 1048576TiB at most"),
-    ((*GPU, "--tensor-parallel", "1" * 5000), "of 15 digits at most"),
-    ((*GPU, "--context", "9" * 400, "--storage-rate", "2GB/s", "--tflops", "400"), "of 15 digits at most"),
+    ((*GPU, "--pipeline-parallel", "33"), "--pipeline-parallel = 33: the model has 32 layers"),
     ((*GPU, "--context", "255"), "--context = 255: give the tokens of a prompt, at least a chunk (256)"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "reason"), BAD_OPTIONS)
-def test_bad_options(arguments: tuple[str, ...], reason: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("arguments", "reason"), NOT_IN_A_MODEL)
+def test_what_the_model_cannot_be_planned_with(
+    arguments: tuple[str, ...], reason: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert reason in refused(capsys, "plan", "--model", model, *arguments)
+
+
+BAD_VALUES = [
+    ("--gpu-memory", "12XB", "'12XB': must be a whole number of bytes"),
+    ("--gpu-memory", "141", "'141': it must be 1MiB to 1048576TiB; give the unit too"),
+    ("--tensor-parallel", "0", "Input should be greater than or equal to 1"),
+    ("--gpu-memory-utilization", "1.5", "'1.5': it must be a number above 0, 1 at most"),
+    ("--storage-rate", "2GB", 'a size a second, such as "2GB/s"'),
+    ("--pcie-rate", "0/s", "'0/s': it must be above 0"),
+    ("--storage-rate", "2Gb/s", "'2Gb/s': is that bytes or bits?"),
+    ("--storage-rate", "2Gbps", '"2GB/s", or in bits "16Gbit/s"'),
+    ("--storage-rate", "2G/s", "must be a whole number of bytes or a size"),
+    ("--prefill-rate", "40000", "name the length too"),
+    ("--tflops", "nan", "'nan': it must be a number above 0"),
+    ("--host-memory", "40", "give the unit too"),
+    ("--storage", "450", "give the unit too"),
+    ("--gpu-memory", "9" * 400 + "GB", "it must be 1MiB to 1048576TiB"),
+    ("--storage-rate", "9" * 400 + "GB/s", "1048576TiB/s at most"),
+    ("--tensor-parallel", "1" * 5000, "Input should be"),
+    ("--context", "9" * 400, "Input should be"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "reason"), BAD_VALUES)
+def test_bad_values(option: str, value: str, reason: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", model, *GPU, option, value]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"Invalid value for '{option}': " in said and reason in said
+
+
+def test_rates_that_exclude_each_other(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = ("--prefill-rate", "40000@8192", "--tflops", "3")
+    assert main(["plan", "--model", model, *GPU, *rates]) == 2
+    assert "--prefill-rate does not go with --tflops" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

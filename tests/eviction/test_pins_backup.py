@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.admin.change import NewPin, add_pin, drop_pin, drop_quota, list_pins, list_quotas, set_quota, tenant_note
-from kvtier.admin.opened import Opened, open_for_admin
+from kvtier.admin.change import add_pin, drop_pin, drop_quota, list_pins, list_quotas, set_quota, tenant_note
+from kvtier.admin.opened import NotThere, Opened, open_for_admin
 from kvtier.cli import main
 from kvtier.config.settings import Settings
 from kvtier.errors import IndexUnavailable, TierUnavailable
@@ -55,9 +55,8 @@ def rebuild(opened: Opened) -> pins_backup.Restored:
 
 def fill(opened: Opened) -> None:
     """A pin for good, one for an hour and one that has expired; three quotas."""
-    now_s = opened.clock()
-    for label, expires_s in (("for good", None), ("an hour", now_s + 3600), ("over", now_s + 0.01)):
-        add_pin(opened, NewPin(NAMESPACE, None, label, expires_s))
+    for label, ttl_s in (("for good", None), ("an hour", 3600.0), ("over", 0.01)):
+        add_pin(opened, NAMESPACE, None, label, ttl_s)
     set_quota(opened, tenant_note("sé arch"), 10 << 20)
     set_quota(opened, tenant_note("sé arch"), 20 << 20)
     set_quota(opened, tenant_note("ads"), None)
@@ -92,9 +91,13 @@ def test_what_was_dropped_is_not_restored(place: Place) -> None:
     opened = place.open()
     fill(opened)
     for pin in list_pins(opened).pins:
-        assert drop_pin(opened, pin.id) and not drop_pin(opened, pin.id)
+        drop_pin(opened, pin.id)
+        with pytest.raises(NotThere):
+            drop_pin(opened, pin.id)
     for name in (tenant_note("sé arch"), tenant_note("ads"), namespace_note(NAMESPACE)):
-        assert drop_quota(opened, name) and not drop_quota(opened, name)
+        drop_quota(opened, name)
+        with pytest.raises(NotThere):
+            drop_quota(opened, name)
     opened.close()
     place.lose()
     opened = place.open()
@@ -117,7 +120,7 @@ def test_an_engine_restores_them_by_itself(place: Place) -> None:
 def test_a_rebuild_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = Place(tmp_path, {}, lambda: None)
     opened = place.open()
-    add_pin(opened, NewPin(NAMESPACE, None, "", None))
+    add_pin(opened, NAMESPACE, None)
     opened.close()
     shutil.rmtree(tmp_path / "kv/v2/index")
     assert main(["index", "rebuild", str(place.settings.root)]) == 0

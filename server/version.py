@@ -1,7 +1,0 @@
-"""Version of kvtier."""
-
-from __future__ import annotations
-
-from kvtier.runtime.versions import installed
-
-VERSION = installed("kvtier", "0")
