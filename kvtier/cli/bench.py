@@ -72,7 +72,7 @@ def bench(
     with progress("measuring", "steps") as show:
 
         def step() -> None:
-            show(next(steps), bench_storage.STEPS + 1)
+            show(next(steps), bench_storage.ROUNDS * len(bench_storage.STEPS) + 1)
 
         figures, notes = _storage(place, BYTES if n_bytes is None else n_bytes, step)
         if place.is_bare and place.root.index_path is None or place.settings.index.kind == "memory":
@@ -97,8 +97,7 @@ def _storage(place: CommandTarget, n_bytes: int, step: Any) -> tuple[list[Figure
     sizes = sizes_for(mount.kind in IN_MEMORY, io.threads, io.piece_bytes)
     direct = io.direct != "never" and direct_io_works(folder)
     flushes = mount.is_flushed(io.fdatasync)
-    how = bench_storage.WriteMode(direct, flushes)
-    rates, moved = bench_storage.measure(folder, sizes, how, min(n_bytes, BYTES_MAX), step)
+    rates, moved = bench_storage.measure(folder, sizes, direct, flushes, min(n_bytes, BYTES_MAX), step)
     said = f"{'direct' if direct else 'buffered'} on {mount.kind}, {sizes.threads} threads, {size(moved)} at a time"
     counted = (
         "writes count the fdatasync that engines call there before they publish"
@@ -108,8 +107,8 @@ def _storage(place: CommandTarget, n_bytes: int, step: Any) -> tuple[list[Figure
     plain = f"the best of {bench_storage.ROUNDS} with plain system calls, without checksums"
     plain_write = f"{plain}, with one fdatasync" if flushes else plain
     return [
-        Figure("writing records", "bytes/s", rates.write, rates.plain_write, plain_write),
-        Figure("reading and checking records", "bytes/s", rates.read, rates.plain_read, plain),
+        Figure("writing records", "bytes/s", rates["write"], rates["plain write"], plain_write),
+        Figure("reading and checking records", "bytes/s", rates["read"], rates["plain read"], plain),
     ], [f"storage: {said}, median of {bench_storage.ROUNDS}; {counted} (io.fdatasync: {io.fdatasync})"]
 
 

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES, Extent
@@ -25,25 +24,10 @@ SLAB_BYTES, SLABS = 512 << 10, 16
 RECORD_BYTES = PAGE_BYTES + SLABS * SLAB_BYTES
 PLAIN_BYTES = 4 << 20
 ROUNDS = 3
+STEPS = ("plain write", "write", "plain read", "read")  # of a round
 HANGS_S = 60.0  # deadline of one step, seconds
 FREE_SHARE = 4  # at most a fourth of the free space is written
 KEY = b"kvtier-bench-key"
-
-
-class MeasuredRates(NamedTuple):
-    """Bytes a second: medians over the rounds; of plain system calls, as a ceiling, the best round."""
-
-    write: float
-    plain_write: float
-    read: float
-    plain_read: float
-
-
-class WriteMode(NamedTuple):
-    """Write mode of segments. direct: past the page cache; flushes: flushed before they are published."""
-
-    direct: bool
-    flushes: bool
 
 
 class Trial:
@@ -52,7 +36,6 @@ class Trial:
     def __init__(self, fd: int, records: int, sizes: RingSizes, flushes: bool) -> None:
         self._fd = fd
         self._flushes = flushes
-        self._records = records
         self._sizes = sizes
         self._buffers = [AlignedBuffer(RECORD_BYTES) for _ in range(records)]
         header = RecordHeader(
@@ -62,10 +45,7 @@ class Trial:
         for buffer in self._buffers:
             buffer.view[:] = header + SLABS * noise
         self._sums: list[tuple[int, ...]] = []
-
-    @property
-    def n_bytes(self) -> int:
-        return self._records * RECORD_BYTES
+        self.n_bytes = records * RECORD_BYTES
 
     def write(self, ring: Ring) -> float:
         """Write all records. Return bytes a second. Raises OSError, TierUnavailable."""
@@ -80,22 +60,11 @@ class Trial:
 
     def read(self, ring: Ring) -> float:
         """Read, and compare every slab with its written checksum. Return bytes a second."""
-        ops = [
-            ReadOp(
-                self._fd,
-                number * RECORD_BYTES + PAGE_BYTES,
-                buffer.address + PAGE_BYTES,
-                SLAB_BYTES,
-                SLABS,
-                KEY,
-                0,
-                0,
-                sums,
-            )
-            for number, (buffer, sums) in enumerate(zip(self._buffers, self._sums, strict=True))
-        ]
-        seconds, _ = _run(ring, ops)
-        return self.n_bytes / seconds
+        ops = []
+        for number, (buffer, sums) in enumerate(zip(self._buffers, self._sums, strict=True)):
+            offset, address = number * RECORD_BYTES + PAGE_BYTES, buffer.address + PAGE_BYTES
+            ops.append(ReadOp(self._fd, offset, address, SLAB_BYTES, SLABS, KEY, 0, 0, sums))
+        return self.n_bytes / _run(ring, ops)[0]
 
     def plain(self, call: Callable[[int, list[memoryview], int], int]) -> float:
         """Return bytes a second of plain calls. call: os.pwritev or os.preadv."""
@@ -129,30 +98,34 @@ class Trial:
 
 
 def measure(
-    folder: Path, sizes: RingSizes, how: WriteMode, n_bytes: int, tell: Callable[[], None]
-) -> tuple[MeasuredRates, int]:
-    """Return the rates, and the bytes moved each time. tell: called after each step of STEPS. Raises OSError,
-    TierUnavailable."""
+    folder: Path, sizes: RingSizes, direct: bool, flushes: bool, n_bytes: int, tell: Callable[[], None]
+) -> tuple[dict[str, float], int]:
+    """Return bytes a second of each of STEPS, and the bytes moved each time: the median over the rounds, of plain
+    system calls, as a ceiling, the best round.
+
+    direct: past the page cache. flushes: a write ends with fdatasync. tell: called after each step. Raises OSError,
+    TierUnavailable.
+    """
     disk = os.statvfs(folder)
     records = min(n_bytes, disk.f_bavail * disk.f_frsize // FREE_SHARE) // RECORD_BYTES
     if records < 1:
         raise OSError(errno.ENOSPC, f"{folder}: no room for {FREE_SHARE * RECORD_BYTES} bytes")
-    found: dict[str, list[float]] = {name: [] for name in MeasuredRates._fields}
+    found: dict[str, list[float]] = {name: [] for name in STEPS}
     with (
-        scratch_file(folder, how.direct) as fd,
+        scratch_file(folder, direct) as fd,
         Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes) as ring,
     ):
-        trial = Trial(fd, records, sizes, how.flushes)
-        steps: dict[str, Callable[[], float]] = {
-            "plain_write": lambda: trial.plain(os.pwritev),
-            "write": lambda: trial.write(ring),
-            "plain_read": lambda: trial.plain(os.preadv),
-            "read": lambda: trial.read(ring),
-        }
+        trial = Trial(fd, records, sizes, flushes)
+        steps: tuple[Callable[[], float], ...] = (
+            lambda: trial.plain(os.pwritev),
+            lambda: trial.write(ring),
+            lambda: trial.plain(os.preadv),
+            lambda: trial.read(ring),
+        )
         trial.write(ring)  # the first write allocates, and threads start
         for _ in range(ROUNDS):
-            for name, step in steps.items():
-                if not how.direct:
+            for name, step in zip(STEPS, steps, strict=True):
+                if not direct:
                     os.fsync(fd)
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 found[name].append(step())
@@ -160,10 +133,7 @@ def measure(
     summed = {
         name: max(rates) if name.startswith("plain") else statistics.median(rates) for name, rates in found.items()
     }
-    return MeasuredRates(**summed), records * RECORD_BYTES
-
-
-STEPS = ROUNDS * len(MeasuredRates._fields)
+    return summed, records * RECORD_BYTES
 
 
 def _run(ring: Ring, ops: list[WriteOp] | list[ReadOp] | list[FlushOp]) -> tuple[float, list[tuple[int, ...]]]:

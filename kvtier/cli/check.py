@@ -1,7 +1,7 @@
 """`kvtier check CONFIG.yaml`: check whether an engine would start with these settings, and cache. Writes nothing.
 
 It runs the checks of an engine's own start. An engine whose Redis does not answer starts, but caches nothing until it
-does: that is status 1 here. Output: the settings that are set, then the most important others while there is room.
+does: that is status 1 here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import typer
 from pydantic import BaseModel
 
 from kvtier.cli.app import app
-from kvtier.cli.check_model import ON_ONE_RANK, look_at_model
 from kvtier.cli.place import JsonOption, load_settings, path_argument
 from kvtier.config.capacity import few_sets
 from kvtier.config.kv_transfer import read_transfer_config
@@ -26,9 +25,11 @@ from kvtier.config.settings import HOST_ADMIT, HOST_ARENA_BYTES, Settings
 from kvtier.doctor.host import Host, ProbeFailed
 from kvtier.doctor.storage import beyond_the_disk, out_of_inodes, place_of
 from kvtier.errors import ConfigError
+from kvtier.format.geometry import share_of_rank
 from kvtier.format.record import FORMAT_VERSION
 from kvtier.index.open import look_at_redis
 from kvtier.io.ring import sizes_for
+from kvtier.model.config_json import read_model
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 from kvtier.runtime.memory_limits import beyond_available, check_host_arena, memory_here
 from kvtier.runtime.units import exact, size
@@ -36,30 +37,7 @@ from kvtier.storage.filesystem import IN_MEMORY, file_system_of
 from kvtier.storage.root import check_mount, check_reserve, check_space, find_root, squash_hint
 from kvtier.storage.root_owner import Owner, check_claim, check_shared, default_index_path, read_owner, this_node
 
-SHOWN_MAX = 18  # settings printed without --all: with the state of the root, and warnings, a screen of 25 lines
-TELLING = (
-    "capacity_bytes",
-    "segment_bytes",
-    "chunk_tokens",
-    "codec",
-    "index.kind",
-    "index.path",
-    "host.arena_bytes",
-    "host.admit",
-    "hbm.staging_bytes",
-    "hbm.arena_bytes",
-    "io.threads",
-    "io.piece_bytes",
-)
-
-
-class CheckRequest(NamedTuple):
-    """config: the settings file, None if transfer names it. model: folder of the model; transfer: JSON of vLLM's
-    --kv-transfer-config."""
-
-    config: Path | None
-    model: Path | None = None
-    transfer: str | None = None
+ON_ONE_RANK = " on one rank"
 
 
 class CheckResult(NamedTuple):
@@ -98,34 +76,29 @@ def check(
         bool, typer.Option("--all", help="Print every setting, not only those that are set or matter most.")
     ] = False,
 ) -> int:
-    """Tell whether an engine would start, and with which settings."""
-    return run_check(CheckRequest(path, model, kv_transfer_config), as_json, shows_all)
+    """Tell whether an engine would start and cache, and with which settings.
 
-
-def run_check(asked: CheckRequest, as_json: bool, shows_all: bool) -> int:
-    """Print the settings that an engine would use. Return 1 if it would not start (one line on standard error has the
-    reason) or would cache nothing."""
+    It prints the settings that are set or chosen for this machine. The exit status is 1 if it would not start (one line
+    on standard error has the reason) or would cache nothing.
+    """
     try:
-        settings, warning = _settings(asked)
+        settings, warning = _settings(path, kv_transfer_config)
         settings.signing.signer()
         _look_at_gpu(settings)
         found = _look_at_root(settings)
         few = few_sets(settings.capacity_bytes, settings.rank_set_bytes_max, None, ON_ONE_RANK)
-        if asked.model is not None:
-            found.root["model is"], few = look_at_model(settings, asked.model)
+        if model is not None:
+            found.root["model is"], few = _look_at_model(settings, model)
         warnings = (warning, few, *_look_at_rooms(settings), *_look_at_service(settings))
         found.but.extend(text for text in warnings if text)
-    except OSError as fault:
-        refusal = ConfigError("root", str(fault.filename or ""), f"{fault.strerror}{squash_hint(fault)}")
-        print(" ".join(str(refusal).split()), file=sys.stderr)
-        return FOUND_BAD
-    except ConfigError as fault:
+    except (ConfigError, OSError) as fault:
+        if isinstance(fault, OSError):
+            fault = ConfigError("root", str(fault.filename or ""), f"{fault.strerror}{squash_hint(fault)}")
         print(" ".join(str(fault).split()), file=sys.stderr)
         return FOUND_BAD
     status = FOUND_BAD if found.bad else OK
     if as_json:
-        chosen = _chosen_where_unset(settings)
-        print_json({"settings": settings.model_dump(mode="json"), "chosen": chosen, **found._asdict()})
+        print_json({"settings": settings.model_dump(mode="json"), "chosen": _chosen(settings), **found._asdict()})
         return status
     for title, lines in (("bad", found.bad), ("but", found.but)):
         for line in lines:
@@ -137,34 +110,27 @@ def run_check(asked: CheckRequest, as_json: bool, shows_all: bool) -> int:
     return status
 
 
-def _settings(asked: CheckRequest) -> tuple[Settings, str]:
+def _settings(config: Path | None, transfer: str | None) -> tuple[Settings, str]:
     """Load the settings. Return them, and a warning or "". Raises ConfigError."""
-    found, warning = ({}, "") if asked.transfer is None else read_transfer_config(asked.transfer)
+    found, warning = ({}, "") if transfer is None else read_transfer_config(transfer)
     given = dict(found)
-    if asked.config is not None:
-        if given.get("config") not in (None, str(asked.config)):
-            fix = f"--kv-transfer-config names it, and {asked.config} was given: leave one of them out"
+    if config is not None:
+        if given.get("config") not in (None, str(config)):
+            fix = f"--kv-transfer-config names it, and {config} was given: leave one of them out"
             raise ConfigError("config", given["config"], fix)
-        given["config"] = str(asked.config)
+        given["config"] = str(config)
     return Settings.load(given) if given else load_settings(None), warning
 
 
 def _lines(settings: Settings, shows_all: bool) -> list[str]:
-    values, chosen = dict(_leaves(settings)), _chosen_where_unset(settings)
-    usual = dict(_leaves(Settings(root=settings.root)))
+    """Return the settings that are set, then those that are chosen, or with shows_all all others."""
+    values, usual, chosen = dict(_leaves(settings)), dict(_leaves(Settings(root=settings.root))), _chosen(settings)
     is_set = [name for name in values if name == "root" or values[name] != usual[name]]
-    others = [name for name in values if name not in is_set]
-    shown = is_set + others if shows_all else (is_set + [name for name in TELLING if name in others])[:SHOWN_MAX]
-    lines = [
-        f"{name}: {chosen.get(name) or _shown(name, values[name])}{'' if name in is_set else '  (the default)'}"
-        for name in shown
-    ]
-    left = len(values) - len(shown)
-    if left:
-        n_set = len(set(is_set) - set(shown))
-        kept = f"{n_set} of them set, the others" if n_set else "all"
-        lines.append(f"... and {left} more settings, {kept} with their defaults: --all prints them")
-    return lines
+    others = [name for name in values if name not in is_set and (shows_all or name in chosen)]
+    lines = [f"{name}: {chosen.get(name) or _shown(name, values[name])}" for name in is_set]
+    lines += [f"{name}: {chosen.get(name) or _shown(name, values[name])}  (the default)" for name in others]
+    left = len(values) - len(lines)
+    return [*lines, f"... and {left} more settings with their defaults: --all prints them"] if left else lines
 
 
 def _leaves(model: BaseModel, before: str = "") -> Iterator[tuple[str, Any]]:
@@ -186,17 +152,12 @@ def _shown(name: str, value: object) -> str:
     return f"{value} ({size(value)})" if name.endswith("_bytes") and isinstance(value, int) else str(value)
 
 
-def _chosen_where_unset(settings: Settings) -> dict[str, str]:
-    values = dict(_leaves(settings))
-    return {name: text for name, text in _chosen(settings).items() if values[name] is None}
-
-
 def _chosen(settings: Settings) -> dict[str, str]:
     """Return the values that are used for settings left to be chosen."""
     sizes = sizes_for(file_system_of(settings.root).kind in IN_MEMORY, settings.io.threads, settings.io.piece_bytes)
     measured = "; with a GPU as measured" if settings.io.calibrate else ""
     arenas = {device: _shown("host.arena_bytes", n_bytes) for device, n_bytes in HOST_ARENA_BYTES.items()}
-    return {
+    found = {
         "host.arena_bytes": f"{arenas['cpu']}; with a GPU {arenas['cuda']}",
         "host.admit": f"{HOST_ADMIT['cpu']}; with a GPU {HOST_ADMIT['cuda']}",
         "hbm.staging_bytes": "none; with a GPU what three steps of the engine fill, and 32 chunks",
@@ -204,6 +165,8 @@ def _chosen(settings: Settings) -> dict[str, str]:
         "io.piece_bytes": f"reads of {size(sizes.piece_bytes)}, writes of {size(sizes.write_piece_bytes)}{measured}",
         "index.path": "null" if settings.index.kind == "memory" else "chosen: see 'index is'",
     }
+    values = dict(_leaves(settings))
+    return {name: text for name, text in found.items() if values[name] is None}
 
 
 def _look_at_rooms(settings: Settings) -> list[str]:
@@ -297,3 +260,26 @@ def _look_at_index(settings: Settings, folder: Path, found: CheckResult) -> str:
         return f"to be created at {index_path}"
     check_claim(folder, owner, Owner(this_node(), index_path))
     return f"at {index_path}, of this node"
+
+
+def _look_at_model(settings: Settings, folder: Path) -> tuple[str, str]:
+    """Return the sizes of a chunk and a segment set of the model on one rank, and a warning or "". Raises ConfigError
+    if an engine would not start."""
+    from kvtier.build import make_codec, set_shape  # with torch, which takes seconds
+
+    model = read_model(folder)
+    if 0 < model.max_tokens < settings.chunk_tokens:
+        fix = f"only whole chunks are stored, and the model's longest context is {model.max_tokens} tokens"
+        raise ConfigError("chunk_tokens", settings.chunk_tokens, f"{fix}: set it to less")
+    codec = make_codec(settings)
+    geometry = model.geometry("auto", settings.chunk_tokens)
+    codec.check(geometry)
+    shares = (share_of_rank(geometry, 0, 1, 0, range(geometry.layers)),)
+    shape = set_shape(settings, geometry, codec, shares)
+    settings.check_capacity(shape.set_bytes, shape.slots)
+    check_space(settings.root, shape.set_bytes)
+    served = (
+        f"{model.family} of {model.layers} layers, served: a segment set has {shape.slots} chunks of "
+        f"{settings.chunk_tokens} tokens and {size(shape.set_bytes)}{ON_ONE_RANK}"
+    )
+    return served, few_sets(settings.capacity_bytes, shape.set_bytes, shape.slots, ON_ONE_RANK)

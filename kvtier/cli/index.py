@@ -7,31 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 from kvtier.cli.app import index as index_app
-from kvtier.cli.embedded import housekeeper, open_embedded
 from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, find_place
 from kvtier.cli.progress import progress
+from kvtier.cli.root import housekeeper, open_embedded
 from kvtier.cli.tables import counted
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.base import Index
 from kvtier.index.open import open_redis_to_mend
 from kvtier.maintenance.consistency_check import Agreement, check_agreement, drop_lost
 from kvtier.maintenance.sweep_lease import SWEEP_LEASE
-from kvtier.maintenance.sweeper import Housekeeper, Rebuilt
+from kvtier.maintenance.sweeper import Rebuilt
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 from kvtier.storage.root import NOTES_FOLDER, Root, open_root
 
 OTHERS_TIMEOUT_S = 60.0  # longest wait for an engine's sweep, seconds; the lease of a killed engine expires sooner
-
-
-class OpenedIndex(NamedTuple):
-    """where: its name in messages."""
-
-    root: Root
-    opened: Index
-    where: str
 
 
 @index_app.command("rebuild", epilog=MEANINGS)
@@ -97,37 +88,35 @@ def _print(root: Root, where: str, found: Agreement) -> None:
 
 
 @contextmanager
-def _index_of(path: Path | None, config: Path | None) -> Iterator[OpenedIndex]:
-    """Open the index of a target. Raises ConfigError, IndexUnavailable."""
+def _index_of(path: Path | None, config: Path | None) -> Iterator[tuple[Root, Index, str]]:
+    """Open the index of a target. Return root, index, and the index's name in messages. Raises ConfigError,
+    IndexUnavailable."""
     place = find_place(path, config)
     root, settings = place.root, place.settings
+    index: Index
     if settings.index.kind == "redis":
         root = open_root(settings)
-        found = OpenedIndex(root, open_redis_to_mend(settings, root), f"the index at {settings.index.url}")
+        index, where = open_redis_to_mend(settings, root), f"the index at {settings.index.url}"
     elif root.root_id:
         fix = "the index of this root is in Redis: name the engines' settings with --config FILE"
         raise ConfigError("index.url", None, fix)
     else:
-        found = OpenedIndex(root, open_embedded(root), str(root.index_path))
+        index, where = open_embedded(root), str(root.index_path)
     try:
-        yield found
+        yield root, index, where
     finally:
-        found.opened.close()
+        index.close()
 
 
 def _rebuild(index: Index, root: Root) -> Rebuilt:
     """Rebuild the index once no engine sweeps. Raises IndexUnavailable if one does for too long."""
     keeping = housekeeper(index, root)
     deadline = time.monotonic() + OTHERS_TIMEOUT_S
-    while (rebuilt := _rebuild_once(keeping)) is None:
-        if time.monotonic() > deadline:
-            other = index.lease_owner(SWEEP_LEASE, time.time())
-            why = f"{other} is sweeping it or rebuilding its index already" if other else "reading it was held up"
-            raise IndexUnavailable(f"{root.path}: {why}; try again")
-        time.sleep(0.1)
-    return rebuilt
-
-
-def _rebuild_once(keeping: Housekeeper) -> Rebuilt | None:
     with progress("rebuilding", "segments") as show:
-        return keeping.rebuild(show)
+        while (rebuilt := keeping.rebuild(show)) is None:
+            if time.monotonic() > deadline:
+                other = index.lease_owner(SWEEP_LEASE, time.time())
+                why = f"{other} is sweeping it or rebuilding its index already" if other else "reading it was held up"
+                raise IndexUnavailable(f"{root.path}: {why}; try again")
+            time.sleep(0.1)
+    return rebuilt

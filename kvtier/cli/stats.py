@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from kvtier.admin.answers import LatencySummary, Snapshot
 from kvtier.admin.opened import Opened
 from kvtier.admin.stats import snapshot
 from kvtier.cli.app import app
 from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, deployment, find_place
-from kvtier.cli.root import run_stats as run_root_stats
+from kvtier.cli.root import readable_index
 from kvtier.cli.tables import UNKNOWN, counted, percent, print_table, seconds, share, when
+from kvtier.maintenance.scrub import NamespaceStats, RootStats
+from kvtier.maintenance.scrub import stats as stats_of
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 from kvtier.runtime.units import rate, size
+from kvtier.storage.root import Root
 
 WORKERS_SHOWN, PREFIXES_SHOWN = 50, 10
 
@@ -20,7 +25,7 @@ def stats(path: PathArgument = None, config: ConfigOption = None, as_json: JsonO
     """Show what a root stores. Of a deployment, it also shows how its engines fare."""
     place = find_place(path, config)
     if place.is_bare or place.settings.index.kind == "memory":
-        return run_root_stats(place.root, as_json)
+        return _stats_of_root(place.root, as_json)
     with deployment(path, config) as opened:
         seen = snapshot(opened)
         if as_json:
@@ -29,6 +34,46 @@ def stats(path: PathArgument = None, config: ConfigOption = None, as_json: JsonO
         else:
             _print(opened, seen)
     return OK if all(row.is_readable for row in seen.namespaces) else FOUND_BAD
+
+
+def _stats_of_root(root: Root, as_json: bool) -> int:
+    """Print what a root stores, without its deployment."""
+    with readable_index(root) as index:
+        found = stats_of(root, index)
+    if not as_json:
+        _print_root(root, found)
+        return FOUND_BAD if found.unreadable else OK
+    namespaces = [{"id": of.namespace.id.hex(), "tokens": of.tokens, **asdict(of)} for of in found.namespaces]
+    values = {"n_bytes": found.n_bytes, "unreadable": found.unreadable, "namespaces": namespaces}
+    print_json({"root": str(root.path), **values})
+    return FOUND_BAD if found.unreadable else OK
+
+
+def _print_root(root: Root, found: RootStats) -> None:
+    rows = [_root_row(entry) for entry in found.namespaces]
+    if rows:
+        titles = ("namespace", "engine", "KV", "codec", "chunks", "tokens", "sets", "segments", "on disk", "last used")
+        print_table([titles, *rows], right=(4, 5, 6, 7, 8))
+    print(f"{root.path}: {size(found.n_bytes)} in {counted(len(rows), 'namespace')}")
+    for fault in found.unreadable:
+        print(f"BAD {fault}")
+
+
+def _root_row(entry: NamespaceStats) -> tuple[str, ...]:
+    namespace, shape = entry.namespace, entry.namespace.geometry
+    sets = f"{entry.sets}" + (f" ({entry.open_sets} open)" if entry.open_sets else "")
+    return (
+        namespace.id.hex()[:12],
+        namespace.engine,
+        f"{shape.layers}x{shape.kv_heads} {shape.dtype}",
+        namespace.codec.name,
+        f"{entry.chunks:,}",
+        f"{entry.tokens:,}",
+        sets,
+        f"{entry.segments:,}",
+        size(entry.n_bytes),
+        when(entry.last_used_s),
+    )
 
 
 def _print(opened: Opened, seen: Snapshot) -> None:

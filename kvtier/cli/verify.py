@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
+from dataclasses import asdict
+
 from kvtier.cli.app import app
 from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, deployment, find_place
-from kvtier.cli.root import run_verify as run_root_verify
-from kvtier.runtime.exit_status import MEANINGS
+from kvtier.cli.progress import progress
+from kvtier.cli.root import readable_index
+from kvtier.cli.tables import counted
+from kvtier.cli.tables import seconds as duration
+from kvtier.format.signing import Signer
+from kvtier.index.base import Index
+from kvtier.maintenance.scrub import VerifyReport
+from kvtier.maintenance.scrub import verify as read_all
+from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
+from kvtier.runtime.units import rate, size
+from kvtier.storage.root import Root
 
 
 @app.command("verify", epilog=MEANINGS)
@@ -14,6 +27,40 @@ def verify(path: PathArgument = None, config: ConfigOption = None, as_json: Json
     place = find_place(path, config)
     signer = place.settings.signing.signer()
     if place.settings.index.kind != "redis":  # an index in Redis says what should be on disk
-        return run_root_verify(place.root, as_json, signer=signer)
+        return _verify(place.root, as_json, signer)
     with deployment(path, config) as opened:
-        return run_root_verify(place.root, as_json, opened.index, signer)
+        return _verify(place.root, as_json, signer, opened.index)
+
+
+def _verify(root: Root, as_json: bool, signer: Signer | None, index: Index | None = None) -> int:
+    """Verify a root and print the findings. index: an open one; None: the root's own, or else one made from the record
+    headers. signer: has the secret of signed records; without it signatures are not checked."""
+    started = time.monotonic()
+    opened = readable_index(root) if index is None else nullcontext(index)
+    with opened as found, progress("verifying", "segments") as show:
+        report = read_all(root, found, show, signer)
+    if as_json:
+        print_json({"root": str(root.path), **asdict(report), "bad": [finding._asdict() for finding in report.bad]})
+    else:
+        _print(root, report, time.monotonic() - started)
+    return FOUND_BAD if report.bad else OK
+
+
+def _print(root: Root, report: VerifyReport, seconds: float) -> None:
+    for finding in report.bad:
+        place = f"{finding.namespace}/{finding.segment}" + ("" if finding.slot is None else f" slot {finding.slot}")
+        print(f"BAD {place}: {finding.what}")
+    took = f"read in {duration(seconds)}"
+    if report.n_bytes:
+        took += f" ({rate(report.n_bytes / max(seconds, 1e-9))})"
+    print(
+        f"{root.path}: {counted(report.records, 'record')} ({size(report.n_bytes)}) in "
+        f"{counted(report.segments, 'segment')} {took}; {len(report.bad)} bad, "
+        f"{report.unfinished} never finished"
+    )
+    if report.unproved:
+        print(f"The signatures of {report.unproved:,} records were not checked: name the settings with their secret.")
+    if report.bad:
+        print(
+            "What is bad is a miss at its next use: nothing has to be done. index rebuild takes out what has no file."
+        )

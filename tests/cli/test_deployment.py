@@ -352,7 +352,7 @@ def test_the_ring_flushes_what_bench_wrote(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(bench_storage, "_run", lambda ring, batch: ops.append(type(batch[0])) or run(ring, batch))
     sizes = sizes_for(False, 2, None)
     for flushes in (False, True):
-        bench_storage.measure(tmp_path, sizes, bench_storage.WriteMode(False, flushes), 16 << 20, lambda: None)
+        bench_storage.measure(tmp_path, sizes, False, flushes, 16 << 20, lambda: None)
     assert ops.count(FlushOp) == bench_storage.ROUNDS + 1
 
 

@@ -321,7 +321,7 @@ BAD_VALUES = [
     ("--storage", "450", "give the unit too"),
     ("--gpu-memory", "9" * 400 + "GB", "it must be 1MiB to 1048576TiB"),
     ("--storage-rate", "9" * 400 + "GB/s", "1048576TiB/s at most"),
-    ("--tensor-parallel", "1" * 5000, "Input should be"),
+    ("--tensor-parallel", "1" * 5000, "as an integer"),
     ("--context", "9" * 400, "Input should be"),
 ]
 

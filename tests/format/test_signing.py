@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from kvtier.cli import main
-from kvtier.cli.check import CheckRequest, run_check
 from kvtier.config.settings import Settings
 from kvtier.doctor.report import _signing
 from kvtier.errors import ConfigError
@@ -385,12 +384,12 @@ def test_verify_checks_signatures_with_the_secret_and_says_when_it_has_none(tmp_
 def test_check_and_doctor_say_what_is_wrong_with_the_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "kvtier.yaml"
     config.write_text(f"root: {tmp_path}/kv\ncapacity_bytes: 1GiB\nsigning: {{key_file: {key_file(tmp_path)}}}\n")
-    assert run_check(CheckRequest(config), as_json=False, shows_all=False) == OK
+    assert main(["check", str(config)]) == OK
     assert f"signing.key_file: {tmp_path}/secret" in capsys.readouterr().out
     verdict = _signing(Settings.load({"config": str(config)}))
     assert verdict.level == "ok" and Signer(SECRET).fingerprint in verdict.value
     key_file(tmp_path, mode=0o644)
-    assert run_check(CheckRequest(config), as_json=False, shows_all=False) == FOUND_BAD
+    assert main(["check", str(config)]) == FOUND_BAD
     assert "chmod 600" in capsys.readouterr().err
     assert _signing(Settings.load({"config": str(config)})).level == "bad"
 
