@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field, field_validator
@@ -68,11 +68,13 @@ class CapacitySettings(BaseModel):
         if not 0 < self.low_watermark <= self.high_watermark:
             fix = f"must be more than 0 and at most capacity.high_watermark ({self.high_watermark})"
             raise ConfigError("capacity.low_watermark", self.low_watermark, fix)
-        _check_unlike([tenant.name for tenant in self.tenants], "two tenants have this name: give each its own")
-        salts = [salt for tenant in self.tenants for salt in tenant.cache_salts]
-        if len(set(salts)) < len(salts):
-            whose = ", ".join(tenant.name for tenant in self.tenants if _has_one_of(tenant, salts))
-            fix = f"a cache salt stands twice (tenants: {whose}): name it with one tenant, and there once"
+        names = Counter(tenant.name for tenant in self.tenants)
+        for name in (name for name, count in names.items() if count > 1):
+            raise ConfigError("capacity.tenants", name, "two tenants have this name: give each its own")
+        salts = Counter(salt for tenant in self.tenants for salt in tenant.cache_salts)
+        whose = [tenant.name for tenant in self.tenants if any(salts[salt] > 1 for salt in tenant.cache_salts)]
+        if whose:
+            fix = f"a cache salt stands twice (tenants: {', '.join(whose)}): name it with one tenant, and there once"
             raise ConfigError("capacity.tenants", HIDDEN, fix)
 
     def check_sets(self, set_bytes: int, capacity_bytes: int, slots: int | None) -> None:
@@ -115,14 +117,3 @@ def few_sets(capacity_bytes: int, set_bytes: int, slots: int | None, ranks: str 
         f"{ranks}): one is filled and one kept ready, so little is left to be found again, and a start may evict all "
         f"of it; raise capacity_bytes, or lower {smaller_set(slots)}"
     )
-
-
-def _has_one_of(tenant: TenantSettings, salts: Sequence[str]) -> bool:
-    """Return whether a salt of the tenant stands more than once among all."""
-    return any(salts.count(salt) > 1 for salt in tenant.cache_salts)
-
-
-def _check_unlike(values: Sequence[str], fix: str) -> None:
-    twice = next((value for value in values if values.count(value) > 1), None)
-    if twice is not None:
-        raise ConfigError("capacity.tenants", twice, fix)

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, BeforeValidator, Field, SecretStr, field_validator, model_validator
 
-from kvtier.config.types import FROZEN, Bytes, Count, Timeout, absolute_path, no_bool
+from kvtier.config.types import FROZEN, AbsolutePath, Bytes, Count, SecretPath, Timeout, no_bool
 from kvtier.errors import ConfigError
 
 _URL = re.compile(
@@ -27,8 +27,6 @@ _FORMS = "redis://host:6379/0, rediss://..., unix:///path, redis+sentinel://host
 # Of the index's map: tables need the least; it may grow eightfold, within a process's 128 TiB of addresses.
 MAP_BYTES_MIN, MAP_BYTES_MAX = 1 << 20, 8 << 40
 _PORTS = {"sentinel": 26379}
-_FILES = ("tls_ca_file", "tls_cert_file")
-_SECRET_FILES = ("tls_key_file", "password_file", "sentinel_password_file")
 
 Milliseconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=60_000, allow_inf_nan=False)]
 Reply = Annotated[Milliseconds, Field(ge=1)]  # below, no Redis answers in time
@@ -67,20 +65,20 @@ class IndexSettings(BaseModel):
 
     model_config = FROZEN
     kind: Literal["embedded", "memory", "redis"] = "embedded"
-    path: Path | None = None
+    path: AbsolutePath | None = None
     map_bytes: Annotated[Bytes, Field(ge=MAP_BYTES_MIN, le=MAP_BYTES_MAX)] = 16 << 30
     timeout_s: Timeout = 2.0
     url: str | None = None
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")] = "kvtier"
     username: str | None = None
     password: SecretStr | None = None
-    password_file: Path | None = None
+    password_file: SecretPath | None = None
     sentinel_username: str | None = None
     sentinel_password: SecretStr | None = None
-    sentinel_password_file: Path | None = None
-    tls_ca_file: Path | None = None
-    tls_cert_file: Path | None = None
-    tls_key_file: Path | None = None
+    sentinel_password_file: SecretPath | None = None
+    tls_ca_file: AbsolutePath | None = None
+    tls_cert_file: AbsolutePath | None = None
+    tls_key_file: SecretPath | None = None
     tls_check_hostname: bool = True
     connect_timeout_ms: Reply = 500.0
     reply_timeout_ms: Reply = 250.0
@@ -103,16 +101,6 @@ class IndexSettings(BaseModel):
             given["password"] = unquote(password)
         rest = values["url"].replace(f"{match['user']}@", "", 1)
         return {**given, **{name: value for name, value in values.items() if value is not None}, "url": rest}
-
-    @field_validator("path", *_FILES)
-    @classmethod
-    def _absolute(cls, value: Path | None) -> Path | None:
-        return None if value is None else absolute_path(value)
-
-    @field_validator(*_SECRET_FILES)
-    @classmethod
-    def _absolute_of_secret(cls, value: Path | None) -> Path | None:
-        return None if value is None else absolute_path(value, is_secret=True)
 
     @field_validator("url")
     @classmethod

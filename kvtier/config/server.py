@@ -6,9 +6,9 @@ import ipaddress
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, Field, SecretStr, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, SecretStr
 
-from kvtier.config.types import FROZEN, Bytes, Count, Seconds, Timeout, absolute_path, no_bool
+from kvtier.config.types import FROZEN, AbsolutePath, Bytes, Count, Seconds, SecretPath, Timeout, no_bool
 from kvtier.errors import ConfigError
 
 TOKEN_CHARS_MIN = 16
@@ -31,25 +31,15 @@ class ServerSettings(BaseModel):
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Port = 8474
     admin_token: SecretStr | None = None
-    admin_token_file: Path | None = None
+    admin_token_file: SecretPath | None = None
     read_token: SecretStr | None = None
-    read_token_file: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
+    read_token_file: SecretPath | None = None
+    tls_cert: AbsolutePath | None = None
+    tls_key: SecretPath | None = None
     body_bytes_max: Bytes = 4 << 20
     timeout_s: Timeout = 30.0
     connections_max: Count = 256
     history_s: Annotated[Seconds, Field(ge=HISTORY_S_MIN)] = 5.0
-
-    @field_validator("tls_cert")
-    @classmethod
-    def _absolute(cls, value: Path | None) -> Path | None:
-        return None if value is None else absolute_path(value)
-
-    @field_validator("admin_token_file", "read_token_file", "tls_key")
-    @classmethod
-    def _absolute_of_secret(cls, value: Path | None) -> Path | None:
-        return None if value is None else absolute_path(value, is_secret=True)
 
     @property
     def is_loopback(self) -> bool:

@@ -39,6 +39,7 @@ from kvtier.config.sources import CONNECTOR, ENV_PREFIX, SettingsSource, merged,
 from kvtier.config.types import (
     FROZEN,
     TIMEOUT_S_MIN,
+    AbsolutePath,
     Bytes,
     BytesOrZero,
     Count,
@@ -47,7 +48,7 @@ from kvtier.config.types import (
     SecondsOrZero,
     Timeout,
     absolute_path,
-    multiple,
+    multiple_of,
 )
 from kvtier.errors import HIDDEN, ConfigError
 from kvtier.format.geometry import PAGE_BYTES
@@ -134,16 +135,13 @@ class IoSettings(BaseModel):
     engine: Literal["auto", "ring", "kvikio"] = "auto"
     calibrate: bool = True
     threads: Annotated[Count, Field(le=256)] | None = None
-    piece_bytes: Annotated[Bytes, Field(le=PIECE_BYTES_MAX)] | None = None
+    piece_bytes: (
+        Annotated[Bytes, Field(le=PIECE_BYTES_MAX), multiple_of(PAGE_BYTES, "direct I/O moves whole pages")] | None
+    ) = None
     direct: Literal["auto", "require", "never"] = "auto"
     fdatasync: Literal["auto", "always", "never"] = "auto"
     stripes: Annotated[int | Literal["auto"], BeforeValidator(_files_or_auto)] = "auto"
     timeout_s: Timeout = 30.0
-
-    @field_validator("piece_bytes")
-    @classmethod
-    def _whole_pages(cls, value: int | None) -> int | None:
-        return None if value is None else multiple(value, PAGE_BYTES, "direct I/O moves whole pages")
 
 
 class QueueSettings(BaseModel):
@@ -179,9 +177,9 @@ class Settings(BaseSettings):
     require_mount: bool = False
     capacity_bytes: Bytes = 64 << 30
     segment_bytes: Annotated[Bytes, Field(ge=SEGMENT_BYTES_MIN)] = SEGMENT_BYTES
-    chunk_tokens: Count = 256
+    chunk_tokens: Annotated[Count, multiple_of(CHUNK_TOKENS_UNIT, "it is the smallest block of an engine")] = 256
     codec: Literal["raw", "int8", "k6v5", "k4v4", "tc4", "tc3"] = "raw"
-    codec_table: Path | None = None
+    codec_table: AbsolutePath | None = None
     model_tag: Annotated[str, Field(min_length=1)] | None = None
     epoch: Natural = 0
     save_generated: bool = True
@@ -205,22 +203,12 @@ class Settings(BaseSettings):
             raise ValueError("must not be /: set a directory for kvtier alone, such as /var/tmp/kvtier")
         return absolute_path(value)
 
-    @field_validator("codec_table")
-    @classmethod
-    def _absolute_table(cls, value: Path | None) -> Path | None:
-        return None if value is None else absolute_path(value)
-
     @field_validator("codec", mode="before")
     @classmethod
     def _codec_of_today(cls, value: object) -> object:
         if isinstance(value, str) and value in REMOVED_CODECS:
             raise ValueError(REMOVED_CODECS[value])
         return value
-
-    @field_validator("chunk_tokens")
-    @classmethod
-    def _whole_blocks(cls, value: int) -> int:
-        return multiple(value, CHUNK_TOKENS_UNIT, "it is the smallest block of an engine")
 
     @classmethod
     def settings_customise_sources(

@@ -6,9 +6,9 @@ import os
 import stat
 from pathlib import Path
 
-from pydantic import BaseModel, field_validator
+from pydantic import BaseModel
 
-from kvtier.config.types import FROZEN, absolute_path
+from kvtier.config.types import FROZEN, SecretPath
 from kvtier.errors import ConfigError
 from kvtier.format.signing import SECRET_BYTES_MIN, Signer
 
@@ -21,12 +21,7 @@ class SigningSettings(BaseModel):
     None: records are not signed."""
 
     model_config = FROZEN
-    key_file: Path | None = None
-
-    @field_validator("key_file")
-    @classmethod
-    def _absolute(cls, value: Path | None) -> Path | None:
-        return None if value is None else absolute_path(value, is_secret=True)
+    key_file: SecretPath | None = None
 
     def signer(self) -> Signer | None:
         """Reads the secret; None where nothing is signed. Raises ConfigError, never with the secret in it."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 FROZEN = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 # Not pydantic's ByteSize and timedelta, whose spellings differ: ByteSize refuses "4Gi", takes "8Gbit" and true, and
@@ -57,10 +58,15 @@ def parse_seconds(value: object) -> object:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def multiple(value: int, unit: int, why: str) -> int:
-    if value % unit:
-        raise ValueError(f"must be a multiple of {unit} ({why}); the next one is {-(-value // unit) * unit}")
-    return value
+def multiple_of(unit: int, why: str) -> AfterValidator:
+    """Return the check of a number that must be a multiple."""
+
+    def check(value: int) -> int:
+        if value % unit:
+            raise ValueError(f"must be a multiple of {unit} ({why}); the next one is {-(-value // unit) * unit}")
+        return value
+
+    return AfterValidator(check)
 
 
 def unreadable_name(path: Path) -> str:
@@ -87,6 +93,8 @@ def absolute_path(value: Path, is_secret: bool = False) -> Path:
     return value
 
 
+AbsolutePath = Annotated[Path, AfterValidator(absolute_path)]
+SecretPath = Annotated[Path, AfterValidator(partial(absolute_path, is_secret=True))]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 BytesOrZero = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Count = Annotated[int, BeforeValidator(no_bool), Field(gt=0)]
