@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 from dataclasses import dataclass
 from enum import IntEnum
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 
@@ -25,9 +25,6 @@ OPEN_PATHS = ("/", "/healthz", "/readyz", "/api/v1/openapi.json", "/ui")
 class Role(IntEnum):
     READ_ONLY = 1
     ADMIN = 2
-
-    def __str__(self) -> str:
-        return "read-only" if self is Role.READ_ONLY else "admin"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -72,7 +69,7 @@ def _equal(given: str, expected: str) -> bool:
 
 def _check_host(headers: Headers) -> None:
     hosts = headers.getlist("host")
-    if len(hosts) != 1 or _host_name(hosts[0]) not in LOOPBACK_NAMES:
+    if len(hosts) != 1 or _split(f"//{hosts[0]}").hostname not in LOOPBACK_NAMES:
         names = ", ".join(LOOPBACK_NAMES)
         raise Refused(421, f"without a token this service answers to the names {names} only; set server.admin_token")
 
@@ -80,20 +77,14 @@ def _check_host(headers: Headers) -> None:
 def _check_origin(headers: Headers) -> None:
     """Refuse a browser's request that comes from a page of another origin."""
     origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
-    is_own = origin is None or _place(origin) == headers.get("host")
+    is_own = origin is None or _split(origin).netloc == headers.get("host")
     if not is_own or site not in ("none", "same-origin"):
         raise Refused(403, "this request comes from another site's page")
 
 
-def _place(origin: str) -> str:
+def _split(url: str) -> SplitResult:
+    """Return the parts of an URL, empty ones if it is none."""
     try:
-        return urlsplit(origin).netloc
+        return urlsplit(url)
     except ValueError:
-        return ""
-
-
-def _host_name(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
+        return urlsplit("")

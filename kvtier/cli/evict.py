@@ -11,21 +11,10 @@ import typer
 from kvtier.admin import change
 from kvtier.admin.answers import Evicted, KeptSets, SetRow
 from kvtier.admin.opened import Opened
+from kvtier.cli import prompts
 from kvtier.cli.app import NotDone, app
 from kvtier.cli.freed import free_bytes, holders, wait_until_free
 from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, deployment
-from kvtier.cli.prompts import (
-    NamespaceOption,
-    PromptFileOption,
-    PromptOption,
-    PromptOptions,
-    SaltOption,
-    TokensOption,
-    duration_argument,
-    keys_of,
-    namespace_of,
-    size_argument,
-)
 from kvtier.cli.tables import counted, print_table, when
 from kvtier.eviction.choice import Selection
 from kvtier.runtime.exit_status import MEANINGS, OK, print_json
@@ -45,7 +34,7 @@ def evict(
         typer.Option(
             "--bytes",
             metavar="SIZE",
-            parser=size_argument,
+            parser=prompts.size_argument,
             help="No more sets than make up this size, the least valuable first.",
         ),
     ] = None,
@@ -53,18 +42,18 @@ def evict(
         float | None,
         typer.Option(
             metavar="TIME",
-            parser=duration_argument,
+            parser=prompts.duration_argument,
             help="Only sets without a use for this time, with its unit: 90s, 15m, 12h, 7d or 2w.",
         ),
     ] = None,
-    namespace: NamespaceOption = None,
+    namespace: prompts.NamespaceOption = None,
     tenant: Annotated[
         str | None, typer.Option(metavar="LABEL", help='Only sets of this tenant; "": those without a label.')
     ] = None,
-    tokens: TokensOption = None,
-    prompt: PromptOption = None,
-    prompt_file: PromptFileOption = None,
-    salt: SaltOption = "",
+    tokens: prompts.TokensOption = None,
+    prompt: prompts.PromptOption = None,
+    prompt_file: prompts.PromptFileOption = None,
+    salt: prompts.SaltOption = "",
     everything: Annotated[
         bool, typer.Option("--all", help="All sets but the pinned ones, or with --namespace all of it.")
     ] = False,
@@ -79,17 +68,19 @@ def evict(
     A prompt selects the sets with chunks of it, which hold chunks of other prompts too, and needs --namespace. The exit
     status is 2 where an open set stays, or one that was not reached; pinned sets that stay change nothing.
     """
-    given = PromptOptions(tokens, prompt, prompt_file, salt)
+    given = prompts.PromptOptions(tokens, prompt, prompt_file, salt)
     by_prompt = given.is_given(ctx)
     if not everything and all(value is None for value in (n_bytes, unused, namespace, tenant)) and not by_prompt:
         raise NotDone("which sets? say --bytes, --unused, --namespace, --tenant or a prompt, or --all for everything")
     if include_pinned and not everything:
         raise NotDone("--include-pinned goes with --all only: remove the pins of what is to go (kvtier unpin)")
     with deployment(path, config) as opened:
-        namespace_id = None if namespace is None else namespace_of(namespace, opened)
+        namespace_id = None if namespace is None else prompts.namespace_of(namespace, opened)
         if by_prompt and namespace_id is None:
             raise NotDone("a prefix is one of a namespace: add --namespace")
-        set_ids = opened.evictor.sets_of(keys_of(given, opened, namespace_id)) if by_prompt and namespace_id else None
+        set_ids = (
+            opened.evictor.sets_of(prompts.keys_of(given, opened, namespace_id)) if by_prompt and namespace_id else None
+        )
         selection = Selection(n_bytes, unused, namespace_id, tenant, set_ids)
         confirmed = None if dry_run else yes
         return _evict(opened, selection, include_pinned, confirmed, as_json)

@@ -6,20 +6,11 @@ import typer
 
 from kvtier.admin.answers import LookupAnswer
 from kvtier.admin.lookup import look_up
+from kvtier.cli import prompts
 from kvtier.cli.app import NotDone, app
 from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, deployment
-from kvtier.cli.prompts import (
-    NamespaceOption,
-    PromptFileOption,
-    PromptOption,
-    PromptOptions,
-    SaltOption,
-    TokensOption,
-    namespace_of,
-    tokens_of,
-)
-from kvtier.cli.tables import counted, print_table
-from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
+from kvtier.cli.tables import counted, print_table, show
+from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK
 
 
 @app.command("lookup", epilog=MEANINGS)
@@ -28,23 +19,20 @@ def lookup(
     path: PathArgument = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
-    namespace: NamespaceOption = None,
-    tokens: TokensOption = None,
-    prompt: PromptOption = None,
-    prompt_file: PromptFileOption = None,
-    salt: SaltOption = "",
+    namespace: prompts.NamespaceOption = None,
+    tokens: prompts.TokensOption = None,
+    prompt: prompts.PromptOption = None,
+    prompt_file: prompts.PromptFileOption = None,
+    salt: prompts.SaltOption = "",
 ) -> int:
     """Show how much of a prompt is stored, and where."""
-    given = PromptOptions(tokens, prompt, prompt_file, salt)
+    given = prompts.PromptOptions(tokens, prompt, prompt_file, salt)
     if not given.is_given(ctx):
         raise NotDone("which prompt? name one with --tokens, --prompt or --prompt-file")
     with deployment(path, config, needs_settings=False) as opened:
-        namespace_id = None if namespace is None else namespace_of(namespace, opened)
-        answer = look_up(opened, tokens_of(given, opened, namespace_id), salt, namespace_id)
-    if as_json:
-        print_json(answer.model_dump(mode="json"))
-    else:
-        _print(answer)
+        namespace_id = None if namespace is None else prompts.namespace_of(namespace, opened)
+        answer = look_up(opened, prompts.tokens_of(given, opened, namespace_id), salt, namespace_id)
+    show(answer, as_json, _print)
     return OK if any(hit.hit_tokens for hit in answer.hits) else FOUND_BAD
 
 

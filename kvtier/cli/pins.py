@@ -8,20 +8,10 @@ import typer
 
 from kvtier.admin.answers import PinRow, Pins
 from kvtier.admin.change import add_pin, drop_pin, list_pins
+from kvtier.cli import prompts
 from kvtier.cli.app import NotDone, app
 from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, deployment
-from kvtier.cli.prompts import (
-    NamespaceOption,
-    PromptFileOption,
-    PromptOption,
-    PromptOptions,
-    SaltOption,
-    TokensOption,
-    duration_argument,
-    keys_of,
-    namespace_of,
-)
-from kvtier.cli.tables import counted, print_table, when
+from kvtier.cli.tables import counted, print_table, show, when
 from kvtier.runtime.exit_status import MEANINGS, OK, print_json
 from kvtier.runtime.units import size
 
@@ -34,18 +24,18 @@ def pin(
     path: PathArgument = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
-    namespace: NamespaceOption = None,
-    tokens: TokensOption = None,
-    prompt: PromptOption = None,
-    prompt_file: PromptFileOption = None,
-    salt: SaltOption = "",
+    namespace: prompts.NamespaceOption = None,
+    tokens: prompts.TokensOption = None,
+    prompt: prompts.PromptOption = None,
+    prompt_file: prompts.PromptFileOption = None,
+    salt: prompts.SaltOption = "",
     label: Annotated[str, typer.Option(metavar="TEXT", help="The purpose of the pin.", show_default=False)] = "",
     ttl_s: Annotated[
         float | None,
         typer.Option(
             "--for",
             metavar="TIME",
-            parser=duration_argument,
+            parser=prompts.duration_argument,
             help="Life of the pin, such as 12h or 7d; without it, the pin stays until it is unpinned.",
         ),
     ] = None,
@@ -53,7 +43,7 @@ def pin(
     """Keep a namespace or a prefix from being evicted, or list pins.
 
     Without --namespace, pins are listed. With a prompt, the pin is of the prompt's prefix in the namespace."""
-    given = PromptOptions(tokens, prompt, prompt_file, salt)
+    given = prompts.PromptOptions(tokens, prompt, prompt_file, salt)
     has_prompt = given.is_given(ctx)
     if namespace is None:
         if has_prompt:
@@ -61,21 +51,13 @@ def pin(
         if label or ttl_s is not None:
             raise NotDone("this says how long to pin, or what for, but not what: add --namespace")
         with deployment(path, config) as opened:
-            found = list_pins(opened)
-        if as_json:
-            print_json(found.model_dump(mode="json"))
-        else:
-            _print(found)
+            show(list_pins(opened), as_json, _print)
         return OK
     with deployment(path, config) as opened:
-        namespace_id = namespace_of(namespace, opened)
-        keys = keys_of(given, opened, namespace_id) if has_prompt else None
+        namespace_id = prompts.namespace_of(namespace, opened)
+        keys = prompts.keys_of(given, opened, namespace_id) if has_prompt else None
         row = add_pin(opened, namespace_id, keys, label, ttl_s)
-    if as_json:
-        print_json(row.model_dump(mode="json"))
-    else:
-        until = f" until {when(row.expires_s)}" if row.expires_s else ""
-        print(f"pin {row.id}: {_what(row)}, {counted(row.sets, 'segment set')}, {size(row.n_bytes)}{until}")
+    show(row, as_json, _print_new)
     return OK
 
 
@@ -101,6 +83,11 @@ def unpin(
     else:
         print(f"pin {found[0]} is removed")
     return OK
+
+
+def _print_new(row: PinRow) -> None:
+    until = f" until {when(row.expires_s)}" if row.expires_s else ""
+    print(f"pin {row.id}: {_what(row)}, {counted(row.sets, 'segment set')}, {size(row.n_bytes)}{until}")
 
 
 def _what(row: PinRow) -> str:

@@ -11,9 +11,9 @@ from kvtier.admin.change import drop_quota, list_quotas, set_quota, tenant_note
 from kvtier.cli.app import NotDone, app, refuse_together
 from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, deployment
 from kvtier.cli.prompts import NamespaceOption, namespace_of, size_argument
-from kvtier.cli.tables import print_table
+from kvtier.cli.tables import print_table, show
 from kvtier.eviction.limits import namespace_note
-from kvtier.runtime.exit_status import MEANINGS, OK, print_json
+from kvtier.runtime.exit_status import MEANINGS, OK
 from kvtier.runtime.units import size
 
 
@@ -52,12 +52,9 @@ def quota(
                 set_quota(opened, note, None if unlimited else quota_bytes)
         found = list_quotas(opened)
         known = {known.name for known in opened.settings.capacity.tenants}
-    if as_json:
-        print_json(found.model_dump(mode="json"))
-    else:
-        _print(found)
-        if tenant is not None and not reset and tenant not in known:
-            print(f"no tenant is called {tenant} in these settings: only engines that know one by it keep that")
+    show(found, as_json, _print)
+    if not as_json and tenant is not None and not reset and tenant not in known:
+        print(f"no tenant is called {tenant} in these settings: only engines that know one by it keep that")
     return OK
 
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import io
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
+from pydantic import BaseModel
+
+from kvtier.runtime.exit_status import print_json
 from kvtier.runtime.units import size
+
+A = TypeVar("A", bound=BaseModel)
 
 UNKNOWN = "-"
 WIDTH_MAX = 10_000  # width of tables that no terminal shows, columns: no cell is broken into lines
@@ -38,6 +44,14 @@ def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> N
     console.print(table)
     for line in text.getvalue().splitlines():
         print(line.rstrip())
+
+
+def show(answer: A, as_json: bool, write: Callable[[A], None]) -> None:
+    """Print an answer for programs, or for people by `write`."""
+    if as_json:
+        print_json(answer.model_dump(mode="json"))
+    else:
+        write(answer)
 
 
 def counted(count: int, noun: str) -> str:

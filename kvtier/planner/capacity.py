@@ -112,14 +112,6 @@ class ChunkBytes:
     def token_bytes(self) -> float:
         return self.encoded / self.tokens
 
-    def tokens_in_files(self, n_bytes: int) -> int:
-        """Return the tokens of whole chunks that fit into files of `n_bytes`, all ranks together."""
-        return n_bytes // self.file * self.tokens
-
-    def tokens_in_arena(self, n_bytes: int) -> int:
-        """Return the tokens of whole chunks that fit into an arena of `n_bytes` on each rank."""
-        return n_bytes // self.slot * self.tokens
-
 
 @dataclass(frozen=True, slots=True)
 class TransferRates:
@@ -147,6 +139,11 @@ class Prefill:
     square: float
     flop_s: float = math.inf
 
+    @classmethod
+    def of(cls, model: ModelConfig) -> Prefill:
+        shape = model.attention
+        return cls(2.0 * active_parameters(model), float(model.layers * shape.heads * (shape.qk_size + shape.av_size)))
+
     def flops(self, tokens: int) -> float:
         return self.linear * tokens + self.square * tokens * tokens
 
@@ -162,17 +159,6 @@ class Prefill:
         # The root of square_s n^2 + gain_s n - fixed_s, in the form that subtracts nothing from its like.
         exact = 2 * fixed_s / (root + gain_s) if gain_s > 0 else (root - gain_s) / (2 * square_s)
         return max(1, math.ceil(exact))
-
-
-def prefill_of(model: ModelConfig) -> Prefill:
-    """Return the FLOPs of a model, without a rate."""
-    shape = model.attention
-    return Prefill(2.0 * active_parameters(model), float(model.layers * shape.heads * (shape.qk_size + shape.av_size)))
-
-
-def whole_chunks(tokens: int, chunk_tokens: int) -> int:
-    """Return the tokens of the whole chunks of a prompt: a partial one is not stored."""
-    return tokens // chunk_tokens * chunk_tokens
 
 
 def read_by(share: RankShare, shares: Sequence[RankShare], slab_bytes: dict[int, int]) -> int:

@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Geometry, RankShare
 from kvtier.model.config_json import ModelConfig, read_model
-from kvtier.planner.capacity import (
-    ChunkBytes,
-    EngineSizes,
-    HbmPlan,
-    Prefill,
-    TransferRates,
-    plan_hbm,
-    prefill_of,
-    whole_chunks,
-)
+from kvtier.planner.capacity import ChunkBytes, EngineSizes, HbmPlan, Prefill, TransferRates, plan_hbm
 from kvtier.planner.model_parameters import active_parameters, total_parameters
 from kvtier.planner.model_weights import Weights, read_weights
 from kvtier.runtime.units import size
@@ -112,14 +103,11 @@ def make_plan(asked: PlanRequest) -> CapacityPlan:
         )
         raise ConfigError("--gpu-memory", engine.gpu_bytes, fix)
     sizes, refused = chunks_of_codecs(geometry, shares)
-    prefill, context = _prefill(asked, model), whole_chunks(_context(asked, model), asked.chunk_tokens)
-    stagings = {
-        name: staging_of(chunk, asked.staging_bytes, asked.step_tokens, engine) for name, chunk in sizes.items()
-    }
-    codecs = {
-        name: _codec_plan(asked, chunk, sizes["raw"], stagings[name], prefill, context) for name, chunk in sizes.items()
-    }
-    is_timed = prefill.flop_s < math.inf
+    prefill, context = _prefill(asked, model), _context(asked, model)
+    codecs = {}
+    for name, chunk in sizes.items():
+        staging = staging_of(chunk, asked.staging_bytes, asked.step_tokens, engine)
+        codecs[name] = _codec_plan(asked, chunk, sizes["raw"], staging, prefill, context)
     return CapacityPlan(
         model,
         total_parameters(model),
@@ -132,7 +120,7 @@ def make_plan(asked: PlanRequest) -> CapacityPlan:
         refused,
         context,
         prefill.flops(context),
-        prefill.seconds(context) if is_timed else None,
+        prefill.seconds(context) if prefill.flop_s < math.inf else None,
         _assumptions(asked, model),
     )
 
@@ -152,13 +140,18 @@ def _codec_plan(
         ratio=raw.encoded / chunk.encoded,
         per_gib_of_files=GIB * chunk.tokens // chunk.file,
         per_gib_of_arena=GIB * chunk.tokens // chunk.slot,
-        tokens_in_storage=None if asked.storage_bytes is None else chunk.tokens_in_files(asked.storage_bytes),
-        tokens_in_host=None if asked.host_bytes is None else chunk.tokens_in_arena(asked.host_bytes),
+        tokens_in_storage=_whole_chunks(asked.storage_bytes, chunk.file, chunk.tokens),
+        tokens_in_host=_whole_chunks(asked.host_bytes, chunk.slot, chunk.tokens),
         from_files_s=None if from_files is None else asked.load_overhead_s + from_files * context,
         from_host_s=None if from_host is None else asked.load_overhead_s + from_host * context,
         reload_tokens_s=None if token_s is None else 1 / token_s,
         break_even_tokens=even,
     )
+
+
+def _whole_chunks(n_bytes: int | None, chunk_bytes: int, chunk_tokens: int) -> int | None:
+    """Return the tokens of whole chunks that fit."""
+    return None if n_bytes is None else n_bytes // chunk_bytes * chunk_tokens
 
 
 def _shares(geometry: Geometry, engine: EngineSizes, model: ModelConfig) -> tuple[RankShare, ...]:
@@ -177,15 +170,16 @@ def _shares(geometry: Geometry, engine: EngineSizes, model: ModelConfig) -> tupl
 
 
 def _context(asked: PlanRequest, model: ModelConfig) -> int:
+    """Return the tokens of the whole chunks of a prompt: a partial one is not stored. Raises ConfigError."""
     context = asked.context or model.max_tokens
     if context < asked.chunk_tokens:
         fix = f"give the tokens of a prompt, at least a chunk ({asked.chunk_tokens}): only whole chunks are stored"
         raise ConfigError("--context", asked.context, fix)
-    return context
+    return context // asked.chunk_tokens * asked.chunk_tokens
 
 
 def _prefill(asked: PlanRequest, model: ModelConfig) -> Prefill:
-    prefill = prefill_of(model)
+    prefill = Prefill.of(model)
     if asked.tflops is not None:
         return replace(prefill, flop_s=asked.tflops * 1e12 * asked.engine.ranks)
     if asked.prefill_rate is not None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvtier.format.geometry import Geometry
 from kvtier.model.config_json import ModelConfig, read_model
-from kvtier.planner.capacity import ChunkBytes, EngineSizes, Prefill, TransferRates, plan_hbm, prefill_of, whole_chunks
+from kvtier.planner.capacity import ChunkBytes, EngineSizes, Prefill, TransferRates, plan_hbm
 from kvtier.planner.codecs import CODECS, chunks_of_codecs
 from kvtier.planner.model_parameters import active_parameters, rank_parameters, total_parameters
 from tests.model_configs import EXPERTS, GLM_MOE, LLAMA4, LLAMA_8B, LLAMA_70B, MLA, SMALL
@@ -214,11 +214,11 @@ def test_reload_takes_the_longer_way() -> None:
 
 def test_flops_of_a_prompt(tmp_path: Path) -> None:
     """8B: 2 x 218,103,808 x 32 a token, and 32 layers x 32 heads x 256 n^2, half of 4 x 32 x 32 x 128."""
-    prefill = prefill_of(model_of(tmp_path, LLAMA_8B))
+    prefill = Prefill.of(model_of(tmp_path, LLAMA_8B))
     assert (prefill.linear, prefill.square) == (13_958_643_712, 262_144)
     assert prefill.flops(8192) == 13_958_643_712 * 8192 + 262_144 * 8192**2
     # MLA: scores with 24 + 8 elements, outputs with 16, 6 heads, 5 layers.
-    assert prefill_of(model_of(tmp_path, SMALL | MLA | {"model_type": "deepseek_v2"})).square == 5 * 6 * 48
+    assert Prefill.of(model_of(tmp_path, SMALL | MLA | {"model_type": "deepseek_v2"})).square == 5 * 6 * 48
 
 
 @given(st.floats(1e8, 1e13), st.floats(1e3, 1e7), st.floats(1e12, 1e17), st.floats(1e-4, 1.0), st.floats(1e-9, 1e-2))
@@ -239,7 +239,3 @@ def test_a_storage_slower_than_any_prefill_of_short_prompts_pays_for_long_ones()
     """1 s a token to load, 0.5 s + 0.001 s x n to compute: from n = 500 on, and later where any load takes longer."""
     prefill = Prefill(0.5, 0.001, 1.0)
     assert prefill.break_even_tokens(1e-9, 1.0) in (500, 501) and prefill.break_even_tokens(100.0, 1.0) > 600
-
-
-def test_partial_chunks_are_not_stored() -> None:
-    assert (whole_chunks(1000, 256), whole_chunks(255, 256), whole_chunks(256, 256)) == (768, 0, 256)
