@@ -27,21 +27,16 @@ class Named(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _only_known(cls, values: object) -> object:
+        valid = ", ".join(cls.model_fields)
+        if not isinstance(values, dict | cls):
+            text = "it must be an object of values by name; valid names: {valid}"
+            raise PydanticCustomError("no_object", text, {"valid": valid})
         unknown = [str(name) for name in values if name not in cls.model_fields] if isinstance(values, dict) else []
         if unknown:
             names = ", ".join(name[:NAME_CHARS_MAX] for name in unknown[:NAMES_SHOWN_MAX])
-            context = {"names": names, "valid": cls._valid_names()}
+            context = {"names": names, "valid": valid}
             raise PydanticCustomError("unknown_name", "unknown: {names}; valid names: {valid}", context)
-        if not isinstance(values, dict | cls):
-            context = {"valid": cls._valid_names()}
-            raise PydanticCustomError(
-                "no_object", "it must be an object of values by name; valid names: {valid}", context
-            )
         return values
-
-    @classmethod
-    def _valid_names(cls) -> str:
-        return ", ".join(cls.model_fields)
 
 
 def _request(*examples: dict[str, JsonValue]) -> ConfigDict:
@@ -126,11 +121,6 @@ class Eviction(Named):
     tenant: Tenant | None = None
     prefix: PromptPrefix | None = None
     dry_run: bool = True
-
-    @property
-    def is_of_all(self) -> bool:
-        given = (self.n_bytes, self.unused_s, self.namespace, self.tenant, self.prefix)
-        return all(value is None for value in given)
 
 
 class Clearing(Named):

@@ -33,7 +33,7 @@ PinId = Annotated[HexId, Path()]
 @router.post("/evict", summary="Evict segment sets", tags=["eviction"], responses=problems(404, 409, 415, 429))
 def evict(service: TheService, wanted: Eviction) -> Evicted:
     """Remove segment sets, or with dry_run (the default) list them. The answer names the sets that stay, and why."""
-    if wanted.is_of_all and not wanted.dry_run:
+    if not wanted.dry_run and not wanted.model_dump(exclude={"dry_run"}, exclude_none=True):
         raise Refused(409, "this would evict everything: say which sets are meant, or use /api/v1/clear")
     opened, prefix, set_ids = service.opened, wanted.prefix, None
     if prefix is not None:

@@ -22,6 +22,7 @@ from kvtier.admin.answers import (
 from kvtier.admin.change import list_pins, list_quotas
 from kvtier.admin.listing import PAGE_MAX, describe_set, list_sets
 from kvtier.admin.lookup import TOKENS_MAX, look_up
+from kvtier.admin.prompts import tokenize
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.maintenance.sweeper import is_to_be_rebuilt
 from kvtier.scheduler.engine_report import LABEL_CHARS_MAX
@@ -93,7 +94,7 @@ def lookup(service: TheService, asked: ToLookUp) -> LookupAnswer:
     if isinstance(asked, TokensToLookUp):
         tokens = asked.tokens
     else:
-        tokens = service.tokenizers.tokens(opened, asked.prompt, namespace)
+        tokens = tokenize(opened, asked.prompt, namespace)
         if len(tokens) > TOKENS_MAX:
             raise Refused(409, f"the prompt has {len(tokens)} tokens, and {TOKENS_MAX} are looked up at most")
     return look_up(opened, tokens, asked.cache_salt, namespace)

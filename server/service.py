@@ -17,7 +17,6 @@ from starlette.concurrency import run_in_threadpool
 
 from kvtier.admin.answers import Snapshot
 from kvtier.admin.opened import Opened
-from kvtier.admin.prompts import Tokenizers
 from kvtier.admin.stats import snapshot
 from kvtier.admin.verifying import Verifying
 from kvtier.config.settings import Settings
@@ -49,7 +48,6 @@ class Service:
         self.settings = settings
         self.tokens = tokens
         self.periodic: list[Callable[[], object]] = []  # called periodically, on the thread of the event loop
-        self.tokenizers = Tokenizers()
         self._open_root = open_root
         self._clock = clock
         self._lock = threading.Lock()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError, KVTierError
@@ -37,7 +36,6 @@ class NamespaceBook:
 
     def __init__(self, root: Root) -> None:
         self._root = root
-        self._lock = threading.Lock()
         self._known: dict[bytes, Namespace] = {}
 
     def ids(self) -> list[bytes]:
@@ -46,16 +44,12 @@ class NamespaceBook:
 
     def find(self, namespace: bytes) -> Namespace | None:
         """Return a namespace; None when it does not exist or its description cannot be read."""
-        with self._lock:
-            known = self._known.get(namespace)
-        if known is None:
+        if namespace not in self._known:
             try:
-                known = read_namespace(self._root.folder / namespace.hex())
+                self._known[namespace] = read_namespace(self._root.folder / namespace.hex())
             except ConfigError:
                 return None
-            with self._lock:
-                self._known[namespace] = known
-        return known
+        return self._known[namespace]
 
     def get(self, namespace: bytes) -> Namespace:
         """Return a namespace. Raises NotThere."""
@@ -73,11 +67,8 @@ class Opened:
     root: Root
     index: Index
     evictor: Evictor
+    book: NamespaceBook
     clock: Callable[[], float] = time.time
-    book: NamespaceBook = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "book", NamespaceBook(self.root))
 
     def protected(self, sets: Sequence[SetInfo]) -> frozenset[int]:
         """Return the ids of the sets that pins keep from being evicted. Raises IndexUnavailable."""
@@ -100,4 +91,4 @@ def opened(settings: Settings, root: Root, index: Index, clock: Callable[[], flo
     """Return an Opened over an index that the caller has opened."""
     owner = f"admin-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     evictor = Evictor(index, root.folder, owner, Rules.of(settings.capacity))
-    return Opened(settings, root, index, evictor, clock)
+    return Opened(settings, root, index, evictor, NamespaceBook(root), clock)

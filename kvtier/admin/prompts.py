@@ -5,8 +5,7 @@ this machine or in its Hugging Face cache. Nothing is downloaded, and no code of
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +13,31 @@ from kvtier.admin.opened import AdminRefusal, Opened
 from kvtier.admin.stats import read_reports
 
 TOKENIZER_FILE = "tokenizer.json"
-KEPT_MAX = 4
 
 
 class NoTokenizer(AdminRefusal):
     """None can be had here; ask with token ids."""
 
 
-class Tokenizers:
-    """Thread-safe; keeps the last few."""
+def tokenize(opened: Opened, text: str, namespace: bytes | None) -> list[int]:
+    """Tokenize like an engine does a completion's prompt, with special tokens. Raises NoTokenizer."""
+    reports, _ = read_reports(opened, opened.clock())
+    wanted = {report.tokenizer for report in reports if namespace is None or report.namespace == namespace.hex()}
+    wanted.discard("")
+    if len(wanted) != 1:
+        what = "none says" if not wanted else "they differ in"
+        raise NoTokenizer(f"of the engines that live, {what} which tokenizer it is: send token ids")
+    return list(_tokenizer(wanted.pop()).encode(text).ids)
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: OrderedDict[Path, Any] = OrderedDict()
 
-    def tokens(self, opened: Opened, text: str, namespace: bytes | None) -> list[int]:
-        """Tokenize like an engine does a completion's prompt, with special tokens. Raises NoTokenizer."""
-        reports, _ = read_reports(opened, opened.clock())
-        wanted = {report.tokenizer for report in reports if namespace is None or report.namespace == namespace.hex()}
-        wanted.discard("")
-        if len(wanted) != 1:
-            what = "none says" if not wanted else "they differ in"
-            raise NoTokenizer(f"of the engines that live, {what} which tokenizer it is: send token ids")
-        return list(self._load(wanted.pop()).encode(text).ids)
-
-    def _load(self, name: str) -> Any:
-        path = _file(name)
-        with self._lock:
-            if path not in self._known:
-                try:
-                    from tokenizers import Tokenizer
-                except ImportError:
-                    raise NoTokenizer("the package tokenizers is not installed here: send token ids") from None
-                self._known[path] = Tokenizer.from_str(_text(path))
-                while len(self._known) > KEPT_MAX:
-                    self._known.popitem(last=False)
-            return self._known[path]
+@lru_cache(maxsize=4)
+def _tokenizer(name: str) -> Any:
+    path = _file(name)
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise NoTokenizer("the package tokenizers is not installed here: send token ids") from None
+    return Tokenizer.from_str(_text(path))
 
 
 def _text(path: Path) -> str:

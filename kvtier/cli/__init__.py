@@ -23,7 +23,6 @@ from kvtier.cli import (  # noqa: F401
     stats,
     verify,
     weights,
-    weights_shard,
 )
 from kvtier.cli.app import app, drop_output
 from kvtier.runtime.exit_status import NOT_DONE, OK

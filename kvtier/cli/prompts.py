@@ -11,7 +11,7 @@ import typer
 
 from kvtier.admin.lookup import TOKENS_MAX, prefix_keys
 from kvtier.admin.opened import Opened
-from kvtier.admin.prompts import Tokenizers
+from kvtier.admin.prompts import tokenize
 from kvtier.cli.app import NotDone, refuse_together
 from kvtier.config.types import parse_bytes, parse_seconds
 
@@ -86,7 +86,7 @@ def tokens_of(options: PromptOptions, opened: Opened, namespace: bytes | None) -
         tokens = _tokens(_read(options.tokens), options.tokens)
     else:
         text = options.prompt if options.prompt is not None else _read(options.prompt_file or STANDARD_INPUT)
-        tokens = Tokenizers().tokens(opened, text, namespace)
+        tokens = tokenize(opened, text, namespace)
     if len(tokens) > TOKENS_MAX:
         raise NotDone(f"a prompt of {len(tokens)} tokens: at most {TOKENS_MAX}")
     return tokens

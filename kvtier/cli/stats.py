@@ -98,6 +98,9 @@ def _facts(opened: Opened, seen: Snapshot) -> list[str]:
     capacity, index, now, total = seen.capacity, seen.index, seen.rates, seen.totals
     is_partial = index.is_being_rebuilt
     state = "; partial until an engine, or kvtier index rebuild, has read the segments" if is_partial else ""
+    saved = "TTFT saved not measured (no prefill was timed yet)"
+    if total.ttft_saved_s is not None:
+        saved = f"{seconds(total.ttft_saved_s)} of TTFT saved"
     ceiling = seen.read_ceiling_bytes_s
     of_ceiling = f" ({percent(now.file_read_bytes_s / ceiling)} of {rate(ceiling)} from files)" if ceiling else ""
     return [
@@ -110,13 +113,8 @@ def _facts(opened: Opened, seen: Snapshot) -> list[str]:
         f"in the last interval: hit ratio {percent(now.hit_ratio)}, loading {rate(now.load_bytes_s)}{of_ceiling}, "
         f"saving {rate(now.save_bytes_s)}, evicting {rate(now.evicted_bytes_s)}",
         f"since the engines' start: hit ratio {percent(total.hit_ratio)}, {size(total.load_bytes)} loaded, "
-        f"{size(total.save_bytes)} saved, {_saved(total.ttft_saved_s)}, {total.errors:,.0f} errors",
+        f"{size(total.save_bytes)} saved, {saved}, {total.errors:,.0f} errors",
     ]
-
-
-def _saved(ttft_saved_s: float | None) -> str:
-    unknown = "TTFT saved not measured (no prefill was timed yet)"
-    return unknown if ttft_saved_s is None else f"{seconds(ttft_saved_s)} of TTFT saved"
 
 
 def _tiers(seen: Snapshot) -> list[tuple[str, ...]]:

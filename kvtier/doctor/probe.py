@@ -65,17 +65,8 @@ def _storage(asked: dict[str, Any]) -> Any:
     try:
         alignment = _direct_alignment(folder) if asked["direct"] else None
         engines = engines_for(asked["engine"], target)
-        ask = Ask(
-            folder,
-            target,
-            alignment is not None,
-            kind in IN_MEMORY,
-            engines,
-            device,
-            asked["threads"],
-            asked["piece_bytes"],
-        )
-        found = calibrate(ask)
+        sizes = asked["threads"], asked["piece_bytes"]
+        found = calibrate(Ask(folder, target, alignment is not None, kind in IN_MEMORY, engines, device, *sizes))
     except OSError as fault:
         if fault.errno not in FULL:
             raise

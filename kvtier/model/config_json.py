@@ -295,7 +295,8 @@ def _layer_kinds(values: _Values, family: Family) -> list[str]:
     listed: list[str] = values.get("layer_types", [])
     layers = values.number("num_hidden_layers")
     if family.chunk:
-        return _chunked(values, layers) if _has_chunk(values, family) else [FULL] * layers
+        size = values.natural("attention_chunk_size") if "attention_chunk_size" in values else family.chunk
+        return _chunked(values, layers) if size else [FULL] * layers
     if listed:
         is_off = "sliding_window" in values and not values.natural("sliding_window")
         return [FULL if kind == WINDOW and is_off else str(kind) for kind in listed]
@@ -309,11 +310,6 @@ def _layer_kinds(values: _Values, family: Family) -> list[str]:
         return [WINDOW] * layers
     every = values.number("sliding_window_pattern", family.full_every, null=family.full_every)
     return [WINDOW if number % every else FULL for number in range(1, layers + 1)]
-
-
-def _has_chunk(values: _Values, family: Family) -> bool:
-    size = values.natural("attention_chunk_size") if "attention_chunk_size" in values else family.chunk
-    return size > 0
 
 
 def _chunked(values: _Values, layers: int) -> list[str]:

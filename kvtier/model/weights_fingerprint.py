@@ -116,7 +116,8 @@ def shards_fingerprint(folder: Path) -> str:
 def _folder_fingerprint(model_dir: Path, cache_dir: Path | None) -> str:
     if not (model_dir / "config.json").is_file():
         raise ConfigError("model_tag", None, f"{model_dir} has no config.json to fingerprint; {_SET_MODEL_TAG}")
-    weights = _weight_files(model_dir)
+    # Engines read no subfolders.
+    weights = sorted(entry.name for entry in os.scandir(model_dir) if entry.is_file() and is_weight_file(entry.name))
     if not weights:
         raise ConfigError("model_tag", None, f"{model_dir} has no weight files to fingerprint; {_SET_MODEL_TAG}")
     texts = ["config.json", *_side_files(model_dir), *_choosing_indexes(model_dir, weights)]
@@ -166,11 +167,6 @@ def _side_files(folder: Path) -> list[str]:
     known = [name for name in _SIDE_FILES if (folder / name).is_file()]
     files = (entry.name for entry in os.scandir(folder) if entry.is_file())
     return known + sorted(name for name in files if name.endswith(_PROCESSOR_SUFFIX))
-
-
-def _weight_files(folder: Path) -> list[str]:
-    """Return the names of weight files in `folder`, sorted; engines read no subfolders."""
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_file() and is_weight_file(entry.name))
 
 
 def is_weight_file(name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple, get_args
 
 from kvtier.build import make_codec, set_shape
@@ -36,13 +35,7 @@ def chunks_of_codecs(geometry: Geometry, shares: Sequence[RankShare]) -> tuple[d
 
 
 def _chunk_of(name: str, geometry: Geometry, shares: Sequence[RankShare]) -> ChunkBytes:
-    settings = Settings.model_validate(
-        {
-            "root": Path("/not-used"),
-            "codec": name,
-            "chunk_tokens": geometry.chunk_tokens,
-        }
-    )
+    settings = Settings.model_validate({"root": "/not-used", "codec": name, "chunk_tokens": geometry.chunk_tokens})
     codec = TransformCodec(name, None) if name in PRESET_BITS else make_codec(settings)
     codec.check(geometry)
     set_shape(settings, geometry, codec, shares)  # refuses what does not fit into records or segments
