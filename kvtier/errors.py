@@ -1,16 +1,4 @@
-"""Exceptions of kvtier, as a tree. A miss or a refusal is a value, never one of these.
-
-KVTierError
-├── ConfigError        a setting or the place it names is wrong: start-up stops (I8)
-├── TierUnavailable    the storage refuses work for now: full, read-only, hung
-├── Corrupt            bytes are not what their header or checksum promises
-│   └── WeightsDamaged those of a weight file
-├── IndexUnavailable   the index does not answer: costs hits, never correctness (I5)
-│   ├── IndexResting   nor is it asked, for a moment
-│   └── IndexRefused   it answers, but refuses this: it is full, read-only, or forbids it
-├── WeightsUnreadable  a weight file ends early, cannot be read, or was changed while it was read
-└── StaleLease         another owner has taken the lease under which something was to be removed
-"""
+"""Exceptions of kvtier, as a tree. A miss or a refusal is a value, never one of these."""
 
 from __future__ import annotations
 
@@ -49,7 +37,8 @@ class KVTierError(Exception):
 
 
 class ConfigError(KVTierError):
-    """One readable message with the key, the value that was found and what to do about it (I8)."""
+    """A setting or the place it names is wrong: start-up stops, with one readable message that has the key, the value
+    that was found and what to do about it (I8)."""
 
     def __init__(self, key: str, value: object, fix: str) -> None:
         self.key = key
@@ -74,7 +63,7 @@ class Corrupt(KVTierError):
 
 
 class IndexUnavailable(KVTierError):
-    """The index could not be reached or opened."""
+    """The index could not be reached or opened: costs hits, never correctness (I5)."""
 
 
 class IndexResting(IndexUnavailable):

@@ -10,7 +10,6 @@ import typer
 from kvtier.cli.app import app
 from kvtier.cli.place import JsonOption, PathArgument, path_argument, refuse_missing_file
 from kvtier.doctor.report import examine, line
-from kvtier.index.open import look_at_redis
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 
 
@@ -30,7 +29,7 @@ def doctor(
     """Tell whether this machine is fit, and what to do about it. Looks at GPU, storage, Lustre and rates."""
     refuse_missing_file(path)
     found = []
-    for verdict in examine(path, look_at_redis=look_at_redis, peer=peer):
+    for verdict in examine(path, peer):
         found.append(verdict)
         if not as_json:
             print(line(verdict), flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import fill
 
@@ -12,21 +12,16 @@ from kvtier.doctor.host import Diagnosis, Host
 from kvtier.doctor.lustre import examine_efa
 from kvtier.doctor.storage import examine_storage
 from kvtier.errors import ConfigError
-from kvtier.index.base import RemoteState
+from kvtier.index.open import look_at_redis
 from kvtier.io.native import instruction_set
 
 LINE_WIDTH = 110
 
 
-def examine(
-    path: Path | None,
-    host: Host | None = None,
-    look_at_redis: Callable[[Settings], RemoteState] | None = None,
-    peer: Path | None = None,
-) -> Iterator[Diagnosis]:
+def examine(path: Path | None, peer: Path | None = None) -> Iterator[Diagnosis]:
     """Yield one verdict after the other. path: the root, or a settings file; None: the configured root, and where none
     is configured, storage is left out. peer: another mount of the root's file system, whose coherence is measured."""
-    machine = host or Host()
+    machine = Host()
     settings, fault = _settings(path)
     if fault is not None:
         yield fault
@@ -39,7 +34,7 @@ def examine(
     else:
         yield from examine_efa(machine, on_lustre=False)
         yield Diagnosis("warn", "storage", "not looked at", "name the root: kvtier doctor PATH, or set KVTIER_ROOT")
-    yield _redis(settings, look_at_redis)
+    yield _redis(settings)
     if settings is not None and settings.signing.key_file is not None:
         yield _signing(settings)
 
@@ -53,11 +48,11 @@ def _signing(settings: Settings) -> Diagnosis:
     return Diagnosis("ok", "signing", f"records are signed; the secret's fingerprint is {signer.fingerprint}")
 
 
-def _redis(settings: Settings | None, look: Callable[[Settings], RemoteState] | None) -> Diagnosis:
-    if settings is None or look is None or settings.index.kind != "redis":
+def _redis(settings: Settings | None) -> Diagnosis:
+    if settings is None or settings.index.kind != "redis":
         return Diagnosis("ok", "Redis", "not configured")
     try:
-        seen = look(settings)
+        seen = look_at_redis(settings)
     except ConfigError as fault:
         return Diagnosis("bad", "Redis", f"{settings.index.url}: {fault.key} = {fault.value!r} is refused", fault.fix)
     if not seen.does_answer:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtier.config.settings import SEGMENT_BYTES, Settings
+from kvtier.config.settings import Settings
 from kvtier.doctor.coherence import examine_peer
 from kvtier.doctor.filesystems import examine_file_system
 from kvtier.doctor.host import Diagnosis, Host, ProbeFailed
@@ -40,12 +40,12 @@ def place_of(root: Path) -> Path:
 
 def examine_storage(host: Host, root: Path, settings: Settings | None, peer: Path | None = None) -> Iterator[Diagnosis]:
     """Examine `root` as configured, and its coherence with `peer`, another mount of the same file system. Writes files
-    there, or where it would be made, which are removed again."""
+    there, or where it would be made, which are removed again. settings: None for the defaults."""
+    settings = settings or Settings.model_construct(root=root.absolute())
     try:
         place = place_of(root.absolute())
-        if settings is not None:
-            check_mount(settings)
-        if settings is None or settings.index.kind != "redis":  # with one in Redis a root belongs to no node
+        check_mount(settings)
+        if settings.index.kind != "redis":  # with one in Redis a root belongs to no node
             check_node(root.absolute() / f"v{FORMAT_VERSION}")
     except ConfigError as fault:
         yield Diagnosis("bad", "root", str(root), fault.fix)
@@ -55,48 +55,43 @@ def examine_storage(host: Host, root: Path, settings: Settings | None, peer: Pat
         return
     kind = file_system_of(place, host.text(host.proc / "self/mountinfo"))
     yield _file_system(root, place, kind, settings)
-    fdatasync = "auto" if settings is None else settings.io.fdatasync
-    yield from examine_file_system(kind, fdatasync, settings is not None and settings.index.kind == "redis")
+    yield from examine_file_system(kind, settings.io.fdatasync, settings.index.kind == "redis")
     on_lustre = kind.kind == "lustre"
     if on_lustre:
         folder = root / f"v{FORMAT_VERSION}"
-        segment_bytes = settings.rank_set_bytes_max if settings else SEGMENT_BYTES
-        stripes = stripes_for(kind.kind, "auto" if settings is None else settings.io.stripes)
-        yield from examine_lustre(host, folder if folder.is_dir() else place, segment_bytes // stripes)
+        segment_bytes = settings.rank_set_bytes_max // stripes_for(kind.kind, settings.io.stripes)
+        yield from examine_lustre(host, folder if folder.is_dir() else place, segment_bytes)
     yield from examine_efa(host, on_lustre)
     yield from _measured(host, place, kind, settings)
     if peer is not None:
-        direct = settings is None or settings.io.direct != "never"
-        yield from examine_peer(host, place, kind, peer.absolute(), direct)
+        yield from examine_peer(host, place, kind, peer.absolute(), settings.io.direct != "never")
 
 
-def _file_system(root: Path, place: Path, kind: FileSystem, settings: Settings | None) -> Diagnosis:
+def _file_system(root: Path, place: Path, kind: FileSystem, settings: Settings) -> Diagnosis:
     try:
-        disk = os.statvfs(place)
+        free = FreeSpace.of(os.statvfs(place)).n_bytes
     except OSError as fault:
         return Diagnosis("bad", "root", f"{root}: {fault.strerror}", "is it mounted, and may this user read it?")
-    free = disk.f_bavail * disk.f_frsize
     state = "" if place == root.absolute() else f" will be made, in {place}"
     shared = ", shared" if kind.is_network else ""
     value = f"{root}{state} on {kind.kind} ({kind.mount_point}{shared}), {size(free)} free"
     if fix := out_of_inodes(place):
         return Diagnosis("bad", "root", value, fix)
-    if settings is not None and free < settings.rank_set_bytes_max:
+    if free < settings.rank_set_bytes_max:
         needed = size(settings.rank_set_bytes_max)
         fix = f"a segment set takes {needed}: fine only if older ones can be evicted; else free space"
         return Diagnosis("warn", "root", value, fix)
     # An unset capacity gets no verdict here: engines with KVTIER_ROOT alone take a share of the disk, and
     # `kvtier check` compares the default of a settings file with the disk.
-    is_set = settings is not None and "capacity_bytes" in settings.model_fields_set
-    if settings is not None and is_set and (fix := beyond_the_disk(place, settings.capacity_bytes)):
+    is_set = "capacity_bytes" in settings.model_fields_set
+    if is_set and (fix := beyond_the_disk(place, settings.capacity_bytes)):
         return Diagnosis("warn", "root", value, fix)
     return Diagnosis("ok", "root", value)
 
 
 def beyond_the_disk(place: Path, capacity_bytes: int) -> str:
     """Return the advice for a capacity that the root's disk has no room for; "" when it has. Raises OSError."""
-    disk = os.statvfs(place)
-    room = disk.f_bavail * disk.f_frsize
+    room = FreeSpace.of(os.statvfs(place)).n_bytes
     if capacity_bytes > room:
         room += segments_bytes(place)  # looked at last: there may be many
     return capacity_warnings.beyond_the_disk(capacity_bytes, room)
@@ -108,15 +103,14 @@ def out_of_inodes(place: Path) -> str:
     return "" if space.has_files else f"{space.why_full(0)}: remove files, or make the file system with more inodes"
 
 
-def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | None) -> Iterator[Diagnosis]:
-    wants_direct = settings is None or settings.io.direct != "never"
-    segment_bytes = settings.rank_set_bytes_max if settings else SEGMENT_BYTES
+def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings) -> Iterator[Diagnosis]:
+    segment_bytes = settings.rank_set_bytes_max
     asked = {
         "folder": str(root),
-        "direct": wants_direct,
-        "threads": settings.io.threads if settings else None,
-        "piece_bytes": settings.io.piece_bytes if settings else None,
-        "engine": settings.io.engine if settings else "auto",
+        "direct": settings.io.direct != "never",
+        "threads": settings.io.threads,
+        "piece_bytes": settings.io.piece_bytes,
+        "engine": settings.io.engine,
         "segment_bytes": segment_bytes,
     }
     try:
@@ -136,7 +130,7 @@ def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | Non
         fix = "make it writable for this user; if it hangs, look at the mount (dmesg)"
         yield Diagnosis("bad", "storage", f"{root} cannot be measured: {fault}", fix)
         return
-    yield _direct_io(alignment, wants_direct, kind, settings)
+    yield _direct_io(alignment, kind, settings.io.direct)
     if found.read_bytes_s is None:
         yield Diagnosis("bad", "storage rates", found.describe(), "free some space, or look at the mount (dmesg)")
     else:
@@ -151,13 +145,12 @@ def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings | Non
     yield from (Diagnosis("ok", "I/O tried", reason) for reason in tried if not own_rate.fullmatch(reason))
 
 
-def _direct_io(alignment: int | None, wanted: bool, kind: FileSystem, settings: Settings | None) -> Diagnosis:
-    if not wanted:
+def _direct_io(alignment: int | None, kind: FileSystem, setting: str) -> Diagnosis:
+    if setting == "never":
         return Diagnosis("ok", "direct I/O", "off by io.direct: never")
     if alignment is None:
         fix = "reads and writes go through the page cache: a mount that takes O_DIRECT is faster"
-        is_required = settings is not None and settings.io.direct == "require"
-        return Diagnosis("bad" if is_required else "warn", "direct I/O", f"{kind.kind} refuses O_DIRECT", fix)
+        return Diagnosis("bad" if setting == "require" else "warn", "direct I/O", f"{kind.kind} refuses O_DIRECT", fix)
     value = f"aligned to {alignment} bytes; kvtier aligns to {PAGE_BYTES}"
     if kind.holds_direct_writes:
         fix = "nothing is to be done: what is written counts as stored after fdatasync only"

@@ -13,10 +13,11 @@ import yaml
 from kvtier.cli import main
 from kvtier.config.index import IndexSettings
 from kvtier.config.settings import Settings
+from kvtier.doctor import report
 from kvtier.doctor.report import examine
 from kvtier.index.base import Index, Location, NewRecord, RemoteState
 from kvtier.index.lmdb.index import LmdbIndex
-from kvtier.index.open import look_at_redis, open_index
+from kvtier.index.open import open_index
 from kvtier.index.redis.index import RedisIndex
 from kvtier.maintenance import consistency_check
 from kvtier.storage.root import open_root
@@ -176,7 +177,7 @@ def test_doctor_looks_at_the_redis_of_a_settings_file(tmp_path: Path) -> None:
     config = tmp_path / "kvtier.yaml"
 
     def redis_verdict() -> tuple[str, str]:
-        found = {verdict.what: verdict for verdict in examine(config, look_at_redis=look_at_redis)}
+        found = {verdict.what: verdict for verdict in examine(config)}
         assert found["root"].level in ("ok", "warn")
         return found["Redis"].level, found["Redis"].value + found["Redis"].fix
 
@@ -195,12 +196,13 @@ def test_doctor_looks_at_the_redis_of_a_settings_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("does_answer", "level"), [(True, "ok"), (False, "warn")])
 def test_doctor_goes_by_whether_redis_answered_and_not_by_its_words(
-    does_answer: bool, level: str, tmp_path: Path
+    does_answer: bool, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, url = tmp_path / "kvtier.yaml", "redis://kv.example"
     config.write_text(json.dumps({"root": str(tmp_path / "kv"), "index": {"kind": "redis", "url": url}}))
-    found = examine(config, look_at_redis=lambda _: RemoteState(url, does_answer, "whose index does not answer"))
-    (verdict,) = [verdict for verdict in found if verdict.what == "Redis"]
+    state = RemoteState(url, does_answer, "whose index does not answer")
+    monkeypatch.setattr(report, "look_at_redis", lambda _: state)
+    (verdict,) = [verdict for verdict in examine(config) if verdict.what == "Redis"]
     assert (verdict.level, bool(verdict.fix)) == (level, not does_answer) and url in verdict.value
 
 
@@ -243,7 +245,7 @@ def test_check_refuses_the_prefix_of_another_root(tmp_path: Path, capsys: pytest
             assert main(["check", str(config)]) == status, root
             said = capsys.readouterr().err
             assert status == 0 or "index.prefix = 'kvtier': it has the index of root" in said
-        (verdict,) = [found for found in examine(config, look_at_redis=look_at_redis) if found.what == "Redis"]
+        (verdict,) = [found for found in examine(config) if found.what == "Redis"]
         assert verdict.level == "bad" and "prefix of its own" in verdict.fix
 
 
@@ -256,5 +258,5 @@ def test_a_redis_that_evicts_is_warned_of(policy: str, tmp_path: Path, capsys: p
         config.write_text(yaml.safe_dump({"root": str(tmp_path / "kv"), "index": index}))
         assert main(["check", str(config)]) == 0
         is_said = "set maxmemory-policy to noeviction" in capsys.readouterr().out
-        (verdict,) = [found for found in examine(config, look_at_redis=look_at_redis) if found.what == "Redis"]
+        (verdict,) = [found for found in examine(config) if found.what == "Redis"]
         assert is_said == (verdict.level == "warn") == (policy != "noeviction")
