@@ -29,7 +29,7 @@ def doctor(
     """Tell whether this machine is fit, and what to do about it. Looks at GPU, storage, Lustre and rates."""
     refuse_missing_file(path)
     found = []
-    for verdict in examine(path, peer):
+    for verdict in examine(path, peer=peer):
         found.append(verdict)
         if not as_json:
             print(line(verdict), flush=True)
