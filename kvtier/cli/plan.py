@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvtier.cli.app import app, refuse_together
+from kvtier.cli.app import app
 from kvtier.cli.place import JsonOption
 from kvtier.cli.prompts import size_argument
 from kvtier.cli.tables import print_table
@@ -30,10 +30,6 @@ from kvtier.runtime.units import size
 
 _RATE = re.compile(r"(?P<size>[\d.]+\s*(?:[KMGT]i?)?)(?P<unit>B|bits?)?/s", re.IGNORECASE)
 
-# Seconds that a reload takes beside its bytes at the transfer's rate. On one H200 with Llama-3.1-8B's dimensions the
-# reloads of benchmarks/results/gpu/versus.json take 18 ms more than that at 8,192 tokens and 84 ms at 100,000, most of
-# it the floor that a hit in the engine's own cache has too.
-LOAD_OVERHEAD_S = 0.02
 BYTES_MIN, BYTES_MAX = 1 << 20, 1 << 60  # sizes that are taken, bytes: 40 is meant as 40 GiB
 COUNT_MAX = 10**9  # largest count; more is a slip
 
@@ -88,7 +84,6 @@ Count = Annotated[int, typer.Option(metavar="N", min=1, max=COUNT_MAX)]
 
 @app.command("plan", epilog=MEANINGS)
 def plan(
-    ctx: typer.Context,
     model: Annotated[Path, typer.Option(metavar="DIR", help="Folder of a Hugging Face model: config.json is enough.")],
     gpu_memory: Annotated[int, _option("SIZE", _size, "Memory of one GPU, as 141GB.")],
     tensor_parallel: Count = 1,
@@ -109,12 +104,10 @@ def plan(
         float | None, _option("RATE", _rate, "At which all ranks together read it, as 2GB/s or 16Gbit/s.")
     ] = None,
     pcie_rate: Annotated[float | None, _option("RATE", _rate, "From host memory to one GPU, as 55GB/s.")] = None,
-    tflops: Annotated[float | None, _option("F", _positive, "What one GPU achieves in a prefill.")] = None,
     prefill_rate: Annotated[
         PrefillRate | None,
-        _option("RATE@N", _rate_at, "Instead: tokens a second of a prompt of N tokens, as 40000@8192."),
+        _option("RATE@N", _rate_at, "Tokens a second of a prefill of N tokens, as 40000@8192."),
     ] = None,
-    load_overhead: Annotated[float, _option("S", _positive, "Seconds that any load takes.")] = LOAD_OVERHEAD_S,
     context: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, max=COUNT_MAX, help="To reload; without it, the model's longest context."),
@@ -122,7 +115,6 @@ def plan(
     as_json: JsonOption = False,
 ) -> int:
     """Compute what KV of a model takes, what fits, what a reload costs."""
-    refuse_together(ctx, {"--tflops": tflops, "--prefill-rate": prefill_rate})
     if chunk_tokens % CHUNK_TOKENS_UNIT:
         raise ConfigError("--chunk-tokens", chunk_tokens, f"it must be a multiple of {CHUNK_TOKENS_UNIT}")
     asked = PlanRequest(
@@ -135,9 +127,7 @@ def plan(
         host_bytes=host_memory,
         storage_bytes=storage,
         rates=TransferRates(storage_rate, pcie_rate),
-        tflops=tflops,
         prefill_rate=prefill_rate,
-        load_overhead_s=load_overhead,
         context=context,
     )
     found = make_plan(asked)
@@ -206,7 +196,7 @@ def _facts(plan: CapacityPlan) -> Iterator[str]:
     fits = f": {hbm.tokens / longest:.1f} requests of the model's longest context, {longest:,}" if longest else ""
     yield f"context: {hbm.tokens:,} tokens in HBM{fits}"
     yield f"outside of the engine's share: {size(hbm.outside_bytes)} of each GPU, {_staging(plan)}"
-    rate = "give --tflops or --prefill-rate for its time" if plan.prefill_s is None else f"{_seconds(plan.prefill_s)}"
+    rate = "give --prefill-rate for its time" if plan.prefill_s is None else f"{_seconds(plan.prefill_s)}"
     yield f"prefill of {plan.context:,} tokens: {plan.prefill_flops / 1e12:,.0f} TFLOP, {rate}"
 
 

@@ -95,7 +95,8 @@ def test_what_a_codec_refuses_is_named(
 
 
 def test_plan_for_programs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    values = planned(capsys, "--model", model, "--storage-rate", "2GB/s", "--tflops", "500", "--context", "100000")
+    rates = ("--storage-rate", "2GB/s", "--prefill-rate", "10000@99840")
+    values = planned(capsys, "--model", model, *rates, "--context", "100000")
     assert values["geometry"]["token_bytes"] == 131_072 and values["hbm"]["tokens"] == 812_874
     assert values["context"] == 390 * 256 and values["refused"] == {}
     k4v4 = values["codecs"]["k4v4"]
@@ -104,12 +105,13 @@ def test_plan_for_programs(model: str, capsys: pytest.CaptureFixture[str]) -> No
     assert k4v4["per_gib_of_files"] == (1 << 30) * 256 // (4096 * 2161) == 31_054
     assert k4v4["from_host_s"] is None and k4v4["from_files_s"] == pytest.approx(0.02 + 390 * 8 * 270 * 4096 / 2e9)
     n = values["context"]
-    assert values["prefill_s"] == pytest.approx((13_958_643_712 * n + 262_144 * n * n) / 500e12)
+    assert values["prefill_flops"] == pytest.approx(13_958_643_712 * n + 262_144 * n * n)
+    assert values["prefill_s"] == pytest.approx(n / 10_000)
 
 
 def test_without_rates_no_time_is_made_up(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "plan", "--model", model, *GPU)
-    assert "give --tflops or --prefill-rate for its time" in out and "reload of" not in out
+    assert "give --prefill-rate for its time" in out and "reload of" not in out
     assert all(row["break_even_tokens"] is None for row in planned(capsys, "--model", model)["codecs"].values())
 
 
@@ -123,10 +125,9 @@ def test_break_even_is_earlier_with_fewer_bytes_and_in_whole_chunks(
 
 def test_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = folder_of(tmp_path / "70b", LLAMA_70B)
-    values = planned(capsys, "--model", model, "--tensor-parallel", "4", "--tflops", "100", "--pcie-rate", "55GB/s")
+    values = planned(capsys, "--model", model, "--tensor-parallel", "4", "--pcie-rate", "55GB/s")
     assert values["geometry"]["token_bytes"] == 327_680 and values["hbm"]["token_bytes"] == 81_920
     assert values["codecs"]["raw"]["from_host_s"] == pytest.approx(0.02 + 131_072 * 81_920 / 55e9)
-    assert values["prefill_s"] == pytest.approx(values["prefill_flops"] / 400e12)
     assert "raise --tensor-parallel" in refused(capsys, "plan", "--model", model, *GPU)  # 131 GiB of weights
 
 
@@ -316,7 +317,7 @@ BAD_VALUES = [
     ("--storage-rate", "2Gbps", '"2GB/s", or in bits "16Gbit/s"'),
     ("--storage-rate", "2G/s", "must be a whole number of bytes or a size"),
     ("--prefill-rate", "40000", "name the length too"),
-    ("--tflops", "nan", "'nan': it must be a number above 0"),
+    ("--prefill-rate", "nan@8192", "'nan': it must be a number above 0"),
     ("--host-memory", "40", "give the unit too"),
     ("--storage", "450", "give the unit too"),
     ("--gpu-memory", "9" * 400 + "GB", "it must be 1MiB to 1048576TiB"),
@@ -331,12 +332,6 @@ def test_bad_values(option: str, value: str, reason: str, model: str, capsys: py
     assert main(["plan", "--model", model, *GPU, option, value]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"Invalid value for '{option}': " in said and reason in said
-
-
-def test_rates_that_exclude_each_other(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    rates = ("--prefill-rate", "40000@8192", "--tflops", "3")
-    assert main(["plan", "--model", model, *GPU, *rates]) == 2
-    assert "--prefill-rate does not go with --tflops" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
