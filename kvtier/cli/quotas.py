@@ -45,7 +45,7 @@ def quota(
         raise NotDone(f"a quota is changed by whose it is and what it is to be: add {fix}")
     with deployment(path, config) as opened:
         if is_change:
-            note = namespace_note(namespace_of(namespace, opened)) if namespace else tenant_note(tenant or "")
+            note = tenant_note(tenant) if tenant is not None else namespace_note(namespace_of(namespace or "", opened))
             if reset:
                 drop_quota(opened, note)
             else:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli import freed, main
+from kvtier.cli import evict as command
+from kvtier.cli import main
 from kvtier.config.settings import CONFIG_VARIABLE
 from kvtier.runtime.units import size
 from tests.eviction.test_capacity import small_disk
@@ -61,7 +62,7 @@ def test_space_is_called_free_when_it_is(
     is_held: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
-    monkeypatch.setattr(freed, "SHOW_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(command, "SHOW_TIMEOUT_S", 1.0)
     config = tmp_path / "kvtier.yaml"
     with small_disk(64) as disk, ExitStack() as stack:
         index = f"index: {{path: {tmp_path / 'index'}}}\n"
