@@ -123,6 +123,13 @@ def set_shape(
     return SetShape(slots, stripes, sum(stripes * PAGE_BYTES + slots * size for size in sizes))
 
 
+def _check_capacity(settings: Settings, shape: SetShape) -> None:
+    """Warn where few sets fit the capacity. Raises ConfigError where not one does."""
+    settings.check_capacity(shape.set_bytes, shape.slots)
+    if warning := few_sets(settings.capacity_bytes, shape.set_bytes, shape.slots):
+        log.warning("%s", warning)
+
+
 def load_limit(settings: Settings) -> LoadLimit:
     """Return the configured rule for the shortest hit that is loaded."""
     if settings.min_load_tokens == "auto":
@@ -171,9 +178,7 @@ def open_store(
     root = in_time(settings.root, "opening the root and reading its owner.json", partial(open_root, settings))
     kind = in_time(root.path, "asking for its kind", partial(file_system_of, root.folder)).kind
     shape = set_shape(settings, namespace.geometry, codec, shares, stripes_for(kind, settings.io.stripes))
-    settings.check_capacity(shape.set_bytes, shape.slots)
-    if warning := few_sets(settings.capacity_bytes, shape.set_bytes, shape.slots):
-        log.warning("%s", warning)
+    _check_capacity(settings, shape)
     in_time(root.path, "asking for its free space", partial(check_space, root.path, shape.set_bytes))
     reserve = partial(check_reserve, root.path, settings.capacity.reserve_bytes, shape.set_bytes)
     in_time(root.path, "asking for its free space", reserve)
