@@ -36,6 +36,7 @@ SAMPLE = [
     ("granite", 2, 1),
     ("deepseek_v2", 4, 3),
     ("gpt_oss", 2, 1),
+    ("embedding", 2, 1),
     ("awq", 2, 0),
     ("int8", 4, 1),
     ("fp8", 2, 1),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1000,  # no multiple of 64: padded
@@ -75,6 +75,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granitemoehybrid", HYBRID),
     "deepseek_v2": ("deepseek_v2", LATENT),
     "gpt_oss": ("gpt_oss", OSS),
+    "embedding": ("qwen3", {}),  # vLLM's loaders clone its first tensors
 }
 QUANTIZED = ("awq", "int8", "fp8")
 KINDS = (*MODELS, *QUANTIZED)
@@ -87,7 +88,8 @@ def make(kind: str, folder: Path) -> Path:
     model_type, changes = MODELS["llama" if kind in QUANTIZED else kind]
     config = AutoConfig.for_model(model_type, **SIZES | changes)
     config.dtype = "bfloat16"
-    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    made_by = AutoModel if kind == "embedding" else AutoModelForCausalLM
+    model = made_by.from_config(config).to(torch.bfloat16)
     for tensor in model.parameters():  # also those that begin as ones or zeros
         tensor.data.normal_()
     model.save_pretrained(folder, max_shard_size="700KB")
