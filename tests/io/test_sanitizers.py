@@ -14,7 +14,6 @@ NATIVE = Path(__file__).parents[2] / "kvtier" / "io" / "native"
 SOURCES = [
     "batch.cpp",
     "checksum.cpp",
-    "crc32.cpp",
     "cuda_driver.cpp",
     "device_stage.cpp",
     "engine.cpp",

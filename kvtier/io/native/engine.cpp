@@ -6,8 +6,6 @@
 #include <system_error>
 #include <thread>
 
-#include "worker_thread.h"
-
 namespace kvtier {
 namespace {
 

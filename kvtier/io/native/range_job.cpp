@@ -14,7 +14,6 @@
 
 #include "batch.h"
 #include "transfer.h"
-#include "worker_thread.h"
 
 namespace kvtier {
 namespace {

@@ -2,6 +2,8 @@
 
 #include <fcntl.h>
 #include <linux/aio_abi.h>
+#include <pthread.h>
+#include <signal.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -21,6 +23,13 @@ size_t whole_pages(size_t bytes) { return bytes / kPageBytes * kPageBytes; }
 std::atomic<uint64_t> n_reads{0};
 
 }  // namespace
+
+void become_worker() {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, nullptr);  // the application's own threads handle signals
+  pthread_setname_np(pthread_self(), "kvtier-io");
+}
 
 int read_fully(int fd, uint8_t* target, size_t bytes, int64_t offset) {
   return read_at_least(fd, target, bytes, bytes, offset).error;

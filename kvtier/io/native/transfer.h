@@ -1,4 +1,4 @@
-// Complete reads and writes at an offset. Errors are errno values, not exceptions.
+// Threads that do I/O, and complete reads and writes at an offset. Errors are errno values, not exceptions.
 #pragma once
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -7,6 +7,9 @@
 #include <cstdint>
 
 namespace kvtier {
+
+// Settings of the library's own threads; call first on each.
+void become_worker();
 
 // Reads all bytes. Returns 0, ENODATA when the file ends before, or an errno.
 int read_fully(int fd, uint8_t* target, size_t bytes, int64_t offset);
