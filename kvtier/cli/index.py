@@ -60,8 +60,8 @@ def check(path: PathArgument = None, config: ConfigOption = None, as_json: JsonO
     with _index_of(path, config) as (root, index, where), progress("checking", "segment sets") as show:
         found = check_agreement(root, index, show)
     if as_json:
-        listed = [row._asdict() for row in found.disagreements]
-        print_json({"root": str(root.path), "index": where, **asdict(found), "disagreements": listed})
+        lists = {name: [row._asdict() for row in getattr(found, name)] for name in ("disagreements", "unnamed_places")}
+        print_json({"root": str(root.path), "index": where, **asdict(found), **lists})
     else:
         _print(root, where, found)
     return OK if found.is_clean else FOUND_BAD
@@ -77,13 +77,17 @@ def _print(root: Root, where: str, found: Agreement) -> None:
         f"{root.path}: {counted(found.records, 'record')} in {counted(found.segments, 'segment')}; {where} knows "
         f"{counted(found.chunks, 'chunk')} in {counted(found.sets, 'segment set')}: {found.indexed:,} of the records "
         f"are in it, {found.second:,} of chunks that others stored first, {found.unpublished:,} not published yet, "
-        f"{counted(found.n_disagreements, 'disagreement')}"
+        f"{found.unnamed:,} of chunks that it does not have, {counted(found.n_disagreements, 'disagreement')}"
     )
+    if found.unnamed:
+        print(
+            "A record of a chunk that the index does not have only takes room until its set is evicted: two engines "
+            "may have stored the chunk, and the index had the other record, which was evicted. kvtier index rebuild "
+            "adds it."
+        )
     if found.n_disagreements:
         print(
-            "What disagrees is a miss at its next use. A record that is not in the index only takes room: two engines "
-            "may have stored its chunk, and the index had the other record, which was evicted. kvtier index rebuild "
-            "makes the index agree with the segments."
+            "What disagrees is a miss at its next use. kvtier index rebuild makes the index agree with the segments."
         )
 
 

@@ -1,8 +1,12 @@
-"""Consistency check of a root: every record that the index names has its header in a file, and every record in a file
-is found through the index. Reads header pages and the whole index, no slabs.
+"""Consistency check of a root: every record that the index names has its header in a file, and every file is of a set
+that the index lists. Reads header pages and the whole index, no slabs.
 
-Engines may run at the same time. So each disagreement is checked twice: a record that was being written or evicted is
-in order at the second look.
+A record in a file that no index entry names is no fault: its chunk is a miss, and a rebuild finds it. Two engines may
+store a chunk at the same time; the index names the first of the two records, and once that one's set is evicted, the
+other one is left.
+
+Engines may run at the same time. So each set with a disagreement, or with such a record, is checked twice: a record
+that was being written or evicted is in order at the second look.
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ class Disagreement(NamedTuple):
 class Agreement:
     """Counts of the check. records: readable headers in files. indexed: records that the index names. second: records
     of a chunk, or a part of one, for which the index names an earlier record. unpublished: records of sets that are
-    still written."""
+    still written. unnamed: records whose chunk is not in the index, though their set is; unnamed_places: of these, up
+    to LISTED_MAX."""
 
     sets: int = 0
     segments: int = 0
@@ -49,8 +54,10 @@ class Agreement:
     indexed: int = 0
     second: int = 0
     unpublished: int = 0
+    unnamed: int = 0
     n_disagreements: int = 0
     disagreements: list[Disagreement] = field(default_factory=list)
+    unnamed_places: list[Disagreement] = field(default_factory=list)
 
     @property
     def is_clean(self) -> bool:
@@ -87,7 +94,7 @@ class _Check:
         for done, set_id in enumerate(every):
             progress(done, len(every))
             result = self._set(set_id, known.get(set_id), on_disk.get(set_id), located[set_id])
-            if result.n_disagreements:
+            if result.n_disagreements or result.unnamed:
                 doubtful.append(set_id)
             else:
                 self._add(result)
@@ -202,9 +209,11 @@ class _Check:
             result.second += 1
         elif info is not None and info.is_open:
             result.unpublished += 1
+        elif info is not None:
+            result.unnamed += 1
+            result.unnamed_places.append(Disagreement(*place, "not in the index"))
         else:
-            what = "no segment set of the index" if info is None else "not in the index"
-            self._note(result, Disagreement(*place, what))
+            self._note(result, Disagreement(*place, "no segment set of the index"))
 
     def _note(self, result: Agreement, what: Disagreement) -> None:
         result.n_disagreements += 1
@@ -217,8 +226,10 @@ class _Check:
         found.indexed += result.indexed
         found.second += result.second
         found.unpublished += result.unpublished
+        found.unnamed += result.unnamed
         found.n_disagreements += result.n_disagreements
         found.disagreements += result.disagreements[: LISTED_MAX - len(found.disagreements)]
+        found.unnamed_places += result.unnamed_places[: LISTED_MAX - len(found.unnamed_places)]
 
 
 def drop_lost(index: Index) -> int:

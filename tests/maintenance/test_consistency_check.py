@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.eviction.set_removal import Remover
 from kvtier.index.base import NewRecord
 from kvtier.index.memory import MemoryIndex
 from kvtier.maintenance import consistency_check
@@ -36,7 +37,7 @@ def test_folders_are_listed_once_for_each_look_however_many_sets_are_doubtful(
     assert len(listed) == 2
 
 
-def test_a_second_record_of_a_part_is_in_order_and_one_of_a_part_that_is_missing_is_not(tmp_path: Path) -> None:
+def test_a_second_record_of_a_part_is_counted_apart_from_one_of_a_part_that_is_missing(tmp_path: Path) -> None:
     """The first writer wins of a part too, and no rebuild would add the second one (seed 10886 of the simulation's
     calm)."""
     index, places = MemoryIndex(), []
@@ -53,6 +54,29 @@ def test_a_second_record_of_a_part_is_in_order_and_one_of_a_part_that_is_missing
     key, at = places[0][0]
     assert index.publish([NewRecord(key, at, engine.shape.whole)]) == 1 and not index.resolve([key])
     found = consistency_check.check_agreement(find_root(tmp_path), index, wait=lambda seconds: None)
-    assert (found.records, found.indexed, found.second) == (4, 1, 1)
+    assert (found.records, found.indexed, found.second, found.unnamed, found.is_clean) == (4, 1, 1, 2, True)
     missing = {segment_name(at.set_id, at.part) for _, (_, at) in places}
-    assert {(row.segment, row.what) for row in found.disagreements} == {(name, "not in the index") for name in missing}
+    assert {(row.segment, row.what) for row in found.unnamed_places} == {(name, "not in the index") for name in missing}
+
+
+def test_a_record_is_no_disagreement_once_the_other_record_of_its_chunk_was_evicted(tmp_path: Path) -> None:
+    index, places = MemoryIndex(), []
+    for _ in range(2):  # two engines that do not see each other's records, as when both save at the same time
+        engine = Engine(tmp_path)
+        engine.save(tokens_of(1)[:64], BLOCKS[: engine.chunk_blocks])
+        own = engine.store._keeper._index
+        (info,) = [info for info in own.sets() if own.members(info.set_id)]
+        places += own.members(info.set_id)
+        own.remove_set(info.set_id)
+        index.create_set(replace(info, is_open=False))
+        engine.close()
+    (key, first), (other_key, second) = places
+    assert key == other_key and first.set_id != second.set_id
+    assert index.publish([NewRecord(key, at, first.extent) for at in (first, second)]) == 1
+    folder = find_root(tmp_path)
+    found = consistency_check.check_agreement(folder, index, wait=lambda seconds: None)
+    assert (found.records, found.indexed, found.second, found.unnamed) == (2, 1, 1, 0)
+    Remover(index, folder.folder).remove(index.some_sets([first.set_id])[0])
+    found = consistency_check.check_agreement(folder, index, wait=lambda seconds: None)
+    assert (found.records, found.indexed, found.unnamed, found.n_disagreements) == (1, 0, 1, 0) and found.is_clean
+    assert [row.segment for row in found.unnamed_places] == [segment_name(second.set_id, second.part)]

@@ -278,7 +278,7 @@ class Checks:
     def look_at_agreement(self) -> None:
         """Index and segments agree, as `kvtier verify` sees it: where nothing was killed or damaged."""
         agreement = check_agreement(self._place.root, self._place.index.real, wait=lambda seconds: None)
-        for found in agreement.disagreements:
+        for found in (*agreement.disagreements, *agreement.unnamed_places):
             if not self._was_covered(found):
                 self._violate(f"index and segments disagree: {found}")
 
