@@ -20,7 +20,7 @@ from kvtier.connectors.pending_saves import PendingSaves
 from kvtier.connectors.tracked_request import BlockShape, IndexAnswer, IndexQuestion, Offer, RequestView, TrackedRequest
 from kvtier.index.async_lookup import ANSWER_KEPT_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
-from kvtier.scheduler.load_threshold import LoadLimit
+from kvtier.scheduler.load_threshold import BreakEven
 from kvtier.scheduler.shared_loads import SharedLoads
 from kvtier.scheduler.store import Store
 from kvtier.worker.transfer import Progress, Transfer
@@ -76,7 +76,7 @@ class SchedulerBridge:
         self,
         store: Store,
         shape: BlockShape,
-        limit: LoadLimit,
+        limit: BreakEven,
         lookup_timeout_s: float,
         faults: Faults,
         clock: Clock = time.monotonic,

@@ -18,7 +18,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from kvtier.scheduler.cost_history import KeptCosts
-from kvtier.scheduler.load_threshold import NEVER, PREFILL_TOKENS_MIN, LoadCost, LoadLimit
+from kvtier.scheduler.load_threshold import NEVER, PREFILL_TOKENS_MIN, BreakEven, LoadCost
 
 log = logging.getLogger("kvtier")
 
@@ -29,7 +29,7 @@ LOG_INTERVAL_S = 3600.0  # between two warnings, seconds
 class LoadCosts:
     """Running costs of one engine. Called from the engine's scheduler thread only."""
 
-    def __init__(self, limit: LoadLimit, kept: KeptCosts | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limit: BreakEven, kept: KeptCosts | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
         self._kept = kept
         self._clock = clock

@@ -41,7 +41,7 @@ from kvtier.scheduler.background import SPARES_MAX, Keeper, KeeperPlan
 from kvtier.scheduler.capacity_warnings import CapacityWatch
 from kvtier.scheduler.cost_history import KeptCosts, note_name
 from kvtier.scheduler.engine_report import COUNT_MAX, About
-from kvtier.scheduler.load_threshold import BreakEven, FixedLimit, LoadLimit
+from kvtier.scheduler.load_threshold import BreakEven, FixedLimit
 from kvtier.scheduler.store import Store
 from kvtier.storage.filesystem import Visibility, file_system_of, stripes_for
 from kvtier.storage.root import (
@@ -130,7 +130,7 @@ def _check_capacity(settings: Settings, shape: SetShape) -> None:
         log.warning("%s", warning)
 
 
-def load_limit(settings: Settings) -> LoadLimit:
+def load_limit(settings: Settings) -> BreakEven:
     """Return the configured rule for the shortest hit that is loaded."""
     if settings.min_load_tokens == "auto":
         return BreakEven()
@@ -205,7 +205,7 @@ def open_store(
     evictor = Evictor(index, root.folder, owner, Rules.of(settings.capacity))
     housekeeper = Housekeeper(index, root.folder, owner)
     watch = CapacityWatch(
-        owner, plan.capacity_bytes, index, lambda: housekeeper.free_bytes() - evictor.rules.reserve_bytes
+        owner, plan.capacity_bytes, index, lambda: housekeeper.free_space().n_bytes - evictor.rules.reserve_bytes
     )
     plan = replace(plan, with_beat=partial(_with_beat, watch, costs))
     keeper = Keeper(namespace, plan, index, housekeeper, evictor, random.SystemRandom())

@@ -39,10 +39,10 @@ def describe_set(opened: Opened, set_id: int) -> SetDetails:
     if info is None:
         raise NotThere("the index has no such segment set")
     files = SegmentFiles(opened.root.folder / info.namespace.hex(), direct=False)
-    parts = [part for found, part in files.ids() if found == set_id]
+    parts = files.part_bytes(set_id).items()
     return SetDetails(
         records=len(opened.index.members(set_id)),
-        files=[SegmentFile(name=segment_name(set_id, part), n_bytes=files.bytes_of(set_id, part)) for part in parts],
+        files=[SegmentFile(name=segment_name(set_id, part), n_bytes=n_bytes) for part, n_bytes in parts],
         **row_of(info, opened.protected(sets)).model_dump(),
     )
 

@@ -7,9 +7,7 @@ memory.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from typing import Generic
 
 import numpy as np
 import torch
@@ -23,8 +21,8 @@ from kvtier.kernels.launch import to_device
 VIEWS_A_SLOT = 4
 
 
-class Arena(Generic[Content]):
-    """Thread-safe.
+class Arena(SlotTable[Content]):
+    """Slots of one buffer. Thread-safe.
 
     Args:
         buffer: (n_bytes,) uint8, its address a multiple of the page for direct I/O.
@@ -36,18 +34,15 @@ class Arena(Generic[Content]):
         self.slot_bytes = slot_bytes
         self.n_slots = buffer.numel() // slot_bytes
         self._buffer = buffer
-        self._table: SlotTable[Content] = SlotTable(self.n_slots if n_ready is None else n_ready)
-        self._lock = threading.Lock()
+        super().__init__(self.n_slots if n_ready is None else n_ready)
         self._views: dict[tuple[int, int, int, int], torch.Tensor] = {}
         self._address = buffer.data_ptr()
         self.is_device = buffer.device.type != "cpu"  # the slots are in a GPU's memory
         self._bytes = memoryview(b"" if self.is_device else buffer.numpy())  # type: ignore[arg-type]
 
     def grow(self, n_ready: int) -> None:
-        """Make the first `n_ready` slots usable."""
         assert n_ready <= self.n_slots
-        with self._lock:
-            self._table.grow(n_ready)
+        super().grow(n_ready)
 
     def address(self, slot: int) -> int:
         return self._address + slot * self.slot_bytes
@@ -90,64 +85,3 @@ class Arena(Generic[Content]):
         records = slots_bytes[:, PAGE_BYTES : PAGE_BYTES + n_slabs * slab_bytes].view(self.n_slots, n_slabs, slab_bytes)
         places = to_device(np.array(slots, dtype=np.int64), self._buffer.device)
         records[:, :, begin:].index_fill_(0, places, 0)
-
-    def reserve(self) -> int | None:
-        """Reserve a slot to fill. None when no slot is free."""
-        with self._lock:
-            return self._table.reserve()
-
-    def reserve_some(self, n_slots: int) -> list[int]:
-        """See `SlotTable.reserve_some`."""
-        with self._lock:
-            return self._table.reserve_some(n_slots)
-
-    def claim(self, keys: Sequence[bytes]) -> list[tuple[int, Content | None]]:
-        """See `SlotTable.claim`."""
-        with self._lock:
-            return self._table.claim(keys)
-
-    def commit(self, filled: Sequence[tuple[int, bytes, Content]]) -> list[bool]:
-        """See `SlotTable.commit`."""
-        with self._lock:
-            return self._table.commit(filled)
-
-    def commit_leased(self, slot: int, key: bytes, content: Content) -> tuple[bool, int, Content]:
-        """Commit and lease in one step, so that no other thread takes the slot in between. Return (the result of
-        `commit`, the slot that holds `key` now, its content)."""
-        with self._lock:
-            (is_new,) = self._table.commit([(slot, key, content)])
-            (leased,) = self._table.lease([key])
-        assert leased is not None
-        return is_new, *leased
-
-    def discard(self, *slots: int) -> None:
-        with self._lock:
-            self._table.discard(slots)
-
-    def lease(self, key: bytes) -> tuple[int, Content] | None:
-        return self.lease_each([key])[0]
-
-    def lease_each(self, keys: Sequence[bytes]) -> list[tuple[int, Content] | None]:
-        with self._lock:
-            return self._table.lease(keys)
-
-    def release(self, slot: int, key: bytes) -> None:
-        self.release_each([(slot, key)])
-
-    def release_each(self, leases: Sequence[tuple[int, bytes]]) -> None:
-        with self._lock:
-            self._table.release(leases)
-
-    def drop(self, key: bytes) -> None:
-        with self._lock:
-            self._table.drop(key)
-
-    @property
-    def used_slots(self) -> int:
-        """Return the number of slots that hold a chunk."""
-        with self._lock:
-            return len(self._table)
-
-    def check(self) -> None:
-        with self._lock:
-            self._table.check()

@@ -86,9 +86,7 @@ def _print(root: Root, where: str, found: Agreement) -> None:
             "adds it."
         )
     if found.n_disagreements:
-        print(
-            "What disagrees is a miss at its next use. kvtier index rebuild makes the index agree with the segments."
-        )
+        print("What disagrees is a miss at its next use. kvtier index rebuild makes the index agree with the segments.")
 
 
 @contextmanager

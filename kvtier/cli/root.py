@@ -14,6 +14,7 @@ from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.base import Index
 from kvtier.index.lmdb.index import LmdbIndex, is_of_this_boot
 from kvtier.index.memory import MemoryIndex
+from kvtier.index.open import closed_on_fault
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.storage.root import Root
 from kvtier.storage.root_owner import is_recognised, read_owner, this_node
@@ -29,11 +30,8 @@ def open_embedded(root: Root) -> LmdbIndex:
         fix = f"the index of this root is on node {owner.node if owner else '?'}: run this there"
         raise ConfigError("index.path", str(root.index_path), fix)
     index = LmdbIndex(str(root.index_path))
-    try:
+    with closed_on_fault(index):
         index.bind(root.folder)
-    except (ConfigError, IndexUnavailable):
-        index.close()
-        raise
     return index
 
 

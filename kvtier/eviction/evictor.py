@@ -15,9 +15,8 @@ from typing import Literal
 
 from kvtier.errors import StaleLease
 from kvtier.eviction import limits, pins
-from kvtier.eviction.choice import EvictionChoice, Kept, Selection
+from kvtier.eviction.choice import EvictionChoice, FutureTimes, Kept, Selection
 from kvtier.eviction.limits import UNLIMITED, Need, Quotas, Rules, Used
-from kvtier.eviction.lru import FutureTimes
 from kvtier.eviction.set_removal import Remover
 from kvtier.index import entry as entries
 from kvtier.index.base import EVICT_LEASE, Index, SetInfo, writer_lease
@@ -74,8 +73,17 @@ class Evictor:
         """Name the limit that a set could not be made within, and what to do. full_capacity_bytes: as configured,
         where the disk has room for `capacity_bytes` only."""
         lacking, quotas = self._lacking(need, capacity_bytes), self.quotas()
+        if lacking == "capacity" and capacity_bytes < full_capacity_bytes:
+            return (
+                f"the root's disk has {size(capacity_bytes)} for the tier, capacity_bytes is "
+                f"{exact(full_capacity_bytes)}, and nothing there can be evicted right now; if this lasts, free space "
+                "on the disk"
+            )
         if lacking == "capacity":
-            return _beyond_capacity(full_capacity_bytes, capacity_bytes)
+            return (
+                f"capacity_bytes ({exact(full_capacity_bytes)}) is taken, and nothing can be evicted right now; if "
+                "this lasts, raise it, or look at `kvtier pin`"
+            )
         if lacking == "tenant":
             of, key = f"tenant {need.tenant!r}", f"capacity.tenants.{need.tenant}.quota_bytes"
             quota_bytes = quotas.of_tenant(need.tenant)
@@ -96,9 +104,7 @@ class Evictor:
         if quotas.of_tenant(need.tenant) is None and quotas.of_namespace(need.namespace) is None:
             return None
         sets = self._index.sets()
-        known = {info.set_id for info in sets}
-        begun = self._remover.begun(self._clock())  # asked for after the sets: see Remover.pending_bytes
-        used = Used.of([*sets, *(removal for removal in begun if removal.set_id not in known)])
+        used = Used.of([*sets, *self._remover.pending(sets, self._clock())])
         if quotas.tenant_excess(need.tenant, used, need.n_bytes) > 0:
             return "tenant"
         return "namespace" if quotas.namespace_excess(need.namespace, used, need.n_bytes) > 0 else None
@@ -189,9 +195,7 @@ class Evictor:
 
     def _choice(self, capacity_bytes: int, for_admin: bool) -> EvictionChoice:
         sets = self._future.corrected(self._index.sets(), self._clock())
-        known = {info.set_id for info in sets}
-        # Asked for after the sets: see Remover.pending_bytes. What `finish` has left is away, or cannot be unlinked.
-        pending = [removal for removal in self._remover.begun(self._clock()) if removal.set_id not in known]
+        pending = self._remover.pending(sets, self._clock())  # what `finish` has left is away, or cannot be unlinked
         return EvictionChoice(
             sets, self.protected(sets, capacity_bytes), self._filled(sets) if for_admin else None, pending
         )
@@ -232,16 +236,3 @@ class Evictor:
     def _lease(self) -> int | None:
         """Takes the lease, or renews it."""
         return self._index.acquire_lease(EVICT_LEASE, self._owner, self._clock(), LEASE_TTL_S)
-
-
-def _beyond_capacity(capacity_bytes: int, room_bytes: int) -> str:
-    """Return the reason in words. room_bytes: of the root's disk for the tier, or capacity_bytes where that is less."""
-    if room_bytes < capacity_bytes:
-        return (
-            f"the root's disk has {size(room_bytes)} for the tier, capacity_bytes is {exact(capacity_bytes)}, and "
-            "nothing there can be evicted right now; if this lasts, free space on the disk"
-        )
-    return (
-        f"capacity_bytes ({exact(capacity_bytes)}) is taken, and nothing can be evicted right now; if this lasts, "
-        "raise it, or look at `kvtier pin`"
-    )

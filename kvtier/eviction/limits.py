@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from kvtier.config.capacity import CapacitySettings
+from kvtier.eviction.set_removal import Removal
+from kvtier.index.base import SetInfo
 from kvtier.runtime.repeated_log import RepeatedLog
 
 _repeated = RepeatedLog()  # quotas are read each time room is made
@@ -116,17 +117,6 @@ class Need:
     tenant: str = ""
 
 
-class Taking(Protocol):
-    """User of a root's space: a set, or one that is being removed."""
-
-    @property
-    def n_bytes(self) -> int: ...
-    @property
-    def namespace(self) -> bytes: ...
-    @property
-    def tenant(self) -> str: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Used:
     """Size of sets in total, by namespace and by tenant."""
@@ -136,7 +126,7 @@ class Used:
     tenants: Mapping[str, int]
 
     @classmethod
-    def of(cls, sets: Iterable[Taking]) -> Used:
+    def of(cls, sets: Iterable[SetInfo | Removal]) -> Used:
         namespaces: dict[bytes, int] = {}
         tenants: dict[str, int] = {}
         for info in sets:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,49 +123,49 @@ class Remover:
             self._index.put_note(f"{AWAY_PREFIX}{removal.set_id:016x}", note, self._clock() + AWAY_S)
 
     def finish(self, now_s: float) -> None:
-        """Ends the removals that others began. Called under the lease of who evicts, or of who sweeps."""
-        for note, value in self._index.notes(PREFIX, now_s).items():
-            try:
-                begun = Removal.read(note, value)
-                self._index.remove_set(begun.set_id)
-                self._unlink(begun.set_id, begun.namespace)
-            except (ValueError, struct.error, TierUnavailable) as fault:
-                self._log.warning("stays", "a set whose removal was begun stays for now: %s", fault)
-                continue
-            self._index.drop_note(note)
-        for note, value in self._index.notes(AWAY_PREFIX, now_s).items():
-            self._finish_away(note, value)
+        """End the removals that others began, and unlink the files of removed sets that are back by now. Called under
+        the lease of who evicts, or of who sweeps."""
+        for prefix, finish in ((PREFIX, self._finish_begun), (AWAY_PREFIX, self._finish_away)):
+            for note, value in self._index.notes(prefix, now_s).items():
+                try:
+                    is_over = finish(Removal.read(note, value))
+                except (ValueError, struct.error, TierUnavailable) as fault:
+                    self._log.warning("stays", "a set whose removal was begun stays for now: %s", fault)
+                    continue
+                if is_over:
+                    self._index.drop_note(note)
 
-    def _finish_away(self, note: str, value: bytes) -> None:
-        """Unlink the files of a removed set that are back by now."""
-        try:
-            removal = Removal.read(note, value)
-            # A sweep may have taken the set in again: then the index counts it, and it is evicted in its turn.
-            is_back = bool(self._index.some_sets([removal.set_id]))
-            freed_bytes = 0 if is_back else self._unlink(removal.set_id, removal.namespace)
-        except (ValueError, struct.error, TierUnavailable) as fault:
-            self._log.warning("stays", "a set whose removal was begun stays for now: %s", fault)
-            return
-        if is_back or freed_bytes >= removal.n_bytes:
-            self._index.drop_note(note)
-        elif freed_bytes:
+    def _finish_begun(self, removal: Removal) -> bool:
+        self._index.remove_set(removal.set_id)
+        self._unlink(removal.set_id, removal.namespace)
+        return True
+
+    def _finish_away(self, removal: Removal) -> bool:
+        # A sweep may have taken the set in again: then the index counts it, and it is evicted in its turn.
+        if self._index.some_sets([removal.set_id]):
+            return True
+        freed_bytes = self._unlink(removal.set_id, removal.namespace)
+        if 0 < freed_bytes < removal.n_bytes:
             self._expect_back(removal, removal.n_bytes - freed_bytes)
+        return freed_bytes >= removal.n_bytes
 
     def pending_bytes(self, now_s: float) -> int:
         """Return the size of sets that left the index, but perhaps not the disk yet. Call it after summing the sets of
         the index, so that a set removed in between is in at least one of the two."""
-        begun = list(self.begun(now_s))
+        begun = self.pending((), now_s)
         known = {info.set_id for info in self._index.some_sets([removal.set_id for removal in begun])} if begun else ()
         return sum(removal.n_bytes for removal in begun if removal.set_id not in known)
 
-    def begun(self, now_s: float) -> Iterator[Removal]:
-        """Yield removals that may be incomplete, or whose files may come back."""
-        notes = self._index.notes(PREFIX, now_s) | self._index.notes(AWAY_PREFIX, now_s)
-        for note, value in notes.items():
-            try:
-                yield Removal.read(note, value)
-            except (ValueError, struct.error):
-                continue
+    def pending(self, sets: Iterable[SetInfo], now_s: float) -> list[Removal]:
+        """Return removals that may be incomplete, or whose files may come back. sets: read from the index before; a
+        removal of one of these is left out."""
+        known, found = {info.set_id for info in sets}, list[Removal]()
+        for note, value in (self._index.notes(PREFIX, now_s) | self._index.notes(AWAY_PREFIX, now_s)).items():
+            with suppress(ValueError, struct.error):
+                removal = Removal.read(note, value)
+                if removal.set_id not in known:
+                    found.append(removal)
+        return found
 
     def _unlink(self, set_id: int, namespace: bytes) -> int:
         freed_bytes = SegmentFiles(self._folder / namespace.hex(), direct=False).unlink_set(set_id)

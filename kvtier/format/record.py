@@ -139,26 +139,9 @@ class SegmentHeader:
         return self.bytes_up_to(self.slots)
 
     def pack(self) -> bytes:
-        e = self.extent
-        body = _SEGMENT.pack(
-            SEGMENT_MAGIC,
-            FORMAT_VERSION,
-            0,
-            self.namespace,
-            self.set_id,
-            self.rank,
-            self.slots,
-            self.slot_bytes,
-            e.first_layer,
-            e.n_layers,
-            e.first_head,
-            e.n_heads,
-            self.slab_bytes,
-            self.created_ms,
-            self.tenant.encode(),
-            self.stripe,
-        )
-        return _with_crc(body)
+        place = self.namespace, self.set_id, self.rank, self.slots, self.slot_bytes
+        rest = self.slab_bytes, self.created_ms, self.tenant.encode(), self.stripe
+        return _with_crc(_SEGMENT.pack(SEGMENT_MAGIC, FORMAT_VERSION, 0, *place, *self.extent, *rest))
 
     @classmethod
     def unpack(cls, page: bytes) -> SegmentHeader:
@@ -168,10 +151,10 @@ class SegmentHeader:
         l0, nl, h0, nh, slab_bytes, created_ms, tenant, stripe = rest
         extent, label = Extent(l0, nl, h0, nh), _label(tenant)
         header = cls(namespace, set_id, rank, slots, slot_bytes, extent, slab_bytes, created_ms, label, stripe)
-        _check_slabs(header.extent, slab_bytes)
+        _check_slabs(extent, slab_bytes)
         if stripe >= header.stripes:
             raise Corrupt(f"segment header: stripe {stripe} of {header.stripes}")
-        if slot_bytes != record_bytes(header.extent, slab_bytes):
+        if slot_bytes != record_bytes(extent, slab_bytes):
             raise Corrupt(f"segment header: slot of {slot_bytes} bytes does not hold its record")
         return header
 
@@ -192,23 +175,8 @@ class RecordHeader:
 
     def pack(self, tags: Iterable[bytes] = ()) -> bytes:
         """Return the page. `tags`: of the slabs, in a signed namespace."""
-        e = self.extent
-        body = _RECORD.pack(
-            RECORD_MAGIC,
-            FORMAT_VERSION,
-            0,
-            self.key,
-            self.parent,
-            self.namespace,
-            self.slab_bytes,
-            self.tokens,
-            self.slot,
-            e.first_layer,
-            e.n_layers,
-            e.first_head,
-            e.n_heads,
-            self.set_id,
-        )
+        identity = self.key, self.parent, self.namespace, self.slab_bytes, self.tokens, self.slot
+        body = _RECORD.pack(RECORD_MAGIC, FORMAT_VERSION, 0, *identity, *self.extent, self.set_id)
         sums = struct.pack(f"<{len(self.checksums)}Q", *self.checksums)
         return _with_crc(body.ljust(CHECKSUMS_OFFSET, b"\0") + sums + b"".join(tags))
 

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvtier.errors import IndexUnavailable
 from kvtier.index.base import Index
@@ -34,25 +34,21 @@ class LookupResult(NamedTuple):
     is_answer: bool = True
 
 
-class Lookups(Protocol):
-    def resolve(self, keys: Sequence[bytes], asker: str = "") -> LookupResult | None:
-        """Return the result, or None while it is pending: call again with the same arguments.
-
-        asker: id of the request; a result of another request for the same keys may be old.
-        """
-        ...
-
-    def close(self) -> None: ...
-
-
-class InPlace:
+class Lookups:
     """Synchronous lookups on the calling thread."""
 
     def __init__(self, index: Index, clock: Clock = time.perf_counter) -> None:
         self._index = index
         self._clock = clock
 
-    def resolve(self, keys: Sequence[bytes], asker: str = "") -> LookupResult:
+    def resolve(self, keys: Sequence[bytes], asker: str = "") -> LookupResult | None:
+        """Return the result, or None while it is pending: call again with the same arguments.
+
+        asker: id of the request; a result of another request for the same keys may be old.
+        """
+        return self._resolve(keys)
+
+    def _resolve(self, keys: Sequence[bytes]) -> LookupResult:
         started_s = self._clock()
         try:
             return LookupResult(self._index.resolve(keys), self._clock() - started_s)
@@ -72,14 +68,12 @@ class _Lookup:
     is_answered: threading.Event = field(default_factory=threading.Event)
 
 
-class InBackground:
+class InBackground(Lookups):
     """Lookups on the threads of `jobs`. `resolve` is called from one thread, and waits WAIT_S at most."""
 
     def __init__(self, index: Index, jobs: Jobs, clock: Clock = time.perf_counter) -> None:
-        self._index = index
-        self._in_place = InPlace(index, clock)
+        super().__init__(index, clock)
         self._jobs = jobs
-        self._clock = clock
         self._lookups: OrderedDict[tuple[str, bytes, bytes], _Lookup] = OrderedDict()
         self._is_quick = True
 
@@ -106,18 +100,15 @@ class InBackground:
         return lookup.is_answered.is_set() and self._clock() - lookup.answered_s > ANSWER_KEPT_S
 
     def _run(self, lookup: _Lookup) -> None:
+        found = LookupResult([], 0.0, is_answer=False)
         try:
-            found = self._in_place.resolve(lookup.keys)
-        except BaseException:
+            found = self._resolve(lookup.keys)
+        finally:
             lookup.answered_s = self._clock()
-            lookup.found = LookupResult([], lookup.answered_s - lookup.asked_s, is_answer=False)
+            lookup.found = found._replace(took_s=lookup.answered_s - lookup.asked_s)
+            self._is_quick = lookup.found.took_s <= WAIT_S
             lookup.is_answered.set()
-            raise
-        lookup.answered_s = self._clock()
-        lookup.found = found._replace(took_s=lookup.answered_s - lookup.asked_s)
-        self._is_quick = lookup.found.took_s <= WAIT_S
-        lookup.is_answered.set()
 
     def close(self) -> None:
         self._jobs.close()
-        self._index.close()
+        super().close()

@@ -115,7 +115,8 @@ class RemoteState:
 
 
 class Index(Protocol):
-    """Every method may raise IndexUnavailable. No method blocks longer than the index's configured timeout (I10)."""
+    """Every method may raise IndexUnavailable. No method blocks longer than the index's configured timeout (I10). The
+    defaults of `shared_s` and `local_s` are those of an index of one node."""
 
     def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return the entries (kvtier.index.entry) of the longest prefix of `keys` whose chunks are complete.
@@ -189,11 +190,11 @@ class Index(Protocol):
 
     def shared_s(self, at_s: float) -> float:
         """Convert a time of the caller's clock to the index's."""
-        ...
+        return at_s
 
     def local_s(self, at_s: float) -> float:
         """Convert a time of the index's clock to the caller's."""
-        ...
+        return at_s
 
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
         """Take or renew the lease `name`. Return its fencing token, which grows with each new owner, or None while
@@ -232,7 +233,7 @@ class Index(Protocol):
     @property
     def was_reset(self) -> bool:
         """Return whether there is a loss."""
-        ...
+        return self.loss() is not None
 
     def rebuilt(self, loss: Loss | None) -> None:
         """Record that the index was rebuilt after `loss`. A later loss stays."""

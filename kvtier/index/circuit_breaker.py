@@ -5,31 +5,24 @@ from __future__ import annotations
 import math
 import random
 import threading
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class BreakerPlan:
-    """Settings of a breaker. failures: consecutive ones that open it. The pause doubles from the first to the longest;
-    it is shortened by up to half at random, so that engines do not return all at once."""
-
-    failures: int
-    pause_first_s: float
-    pause_max_s: float
+from kvtier.config.index import BreakerSettings
 
 
 class Breaker:
-    """Circuit breaker. Closed: all calls pass. Open: none do; after the pause, one call is allowed as a probe.
+    """Circuit breaker. Closed: all calls pass. Open: none do; after the pause, one call is allowed as a probe. A pause
+    is shortened by up to half at random, so that engines do not return all at once.
 
     The caller reports the end of each allowed call with `worked` or `failed`. Thread-safe.
     """
 
-    def __init__(self, plan: BreakerPlan, rng: random.Random) -> None:
-        self._plan = plan
+    def __init__(self, settings: BreakerSettings, rng: random.Random) -> None:
+        self._settings = settings
+        self._pause_first_s, self._pause_max_s = settings.pause_first_ms / 1000, settings.pause_max_ms / 1000
         self._rng = rng
         self._lock = threading.Lock()
         self._failures = 0
-        self._pause_s = plan.pause_first_s
+        self._pause_s = self._pause_first_s
         self._failed_s = -math.inf
         self._open_until_s: float | None = None
         self._is_trying = False
@@ -57,7 +50,7 @@ class Breaker:
         with self._lock:
             was_open = self._open_until_s is not None
             self._failures, self._open_until_s, self._is_trying = 0, None, False
-            self._pause_s = self._plan.pause_first_s
+            self._pause_s = self._pause_first_s
             return was_open
 
     def failed(self, began_s: float, now_s: float) -> bool:
@@ -70,9 +63,9 @@ class Breaker:
                 return False
             self._failed_s = now_s
             self._failures += 1
-            if self._failures < self._plan.failures:
+            if self._failures < self._settings.failures:
                 return False
             self._open_until_s = now_s + self._pause_s * self._rng.uniform(0.5, 1.0)
-            self._pause_s = min(self._plan.pause_max_s, 2 * self._pause_s)
+            self._pause_s = min(self._pause_max_s, 2 * self._pause_s)
             self._is_trying = False
             return True

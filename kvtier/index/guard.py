@@ -13,12 +13,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, TypeVarTuple
 
 from kvtier.errors import IndexRefused, IndexResting, IndexUnavailable, KVTierError
-from kvtier.index.base import Index, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
+from kvtier.index.base import Index, NewRecord, SetInfo
 from kvtier.index.circuit_breaker import Breaker
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
@@ -33,12 +33,24 @@ CLOSE_TIMEOUT_S = 2.0  # for publishing the queue at the end, seconds
 RECORD_BYTES, CHECKSUM_BYTES = 480, 44  # memory of a queued record and of each checksum, measured on CPython 3.11
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 Clock = Callable[[], float]
 
 
 class QueueBounds(NamedTuple):
     records: int
     n_bytes: int
+
+
+def _through(method: Callable[[Index, *Ts], T]) -> Callable[[GuardedIndex, *Ts], T]:
+    """Return a method that calls the guarded index's method of that name through the breaker."""
+    name = method.__name__
+
+    def call(guard: GuardedIndex, /, *args: *Ts) -> T:
+        ask: Callable[[*Ts], T] = getattr(guard._index, name)
+        return guard._call(lambda: ask(*args))
+
+    return call
 
 
 class GuardedIndex:
@@ -147,81 +159,38 @@ class GuardedIndex:
 
     # --- all other methods only pass through the breaker ---
 
-    def resolve(self, keys: Sequence[bytes]) -> list[bytes]:
-        return self._call(lambda: self._index.resolve(keys))
-
-    def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        return self._call(lambda: self._index.find(keys))
-
-    def retract(self, key: bytes, location: Location) -> bool:
-        return self._call(lambda: self._index.retract(key, location))
+    resolve = _through(Index.resolve)
+    find = _through(Index.find)
+    retract = _through(Index.retract)
+    take_over = _through(Index.take_over)
+    close_set = _through(Index.close_set)
+    sets = _through(Index.sets)
+    some_sets = _through(Index.some_sets)
+    members = _through(Index.members)
+    touch = _through(Index.touch)
+    shared_s = _through(Index.shared_s)
+    local_s = _through(Index.local_s)
+    acquire_lease = _through(Index.acquire_lease)
+    lease_owner = _through(Index.lease_owner)
+    release_lease = _through(Index.release_lease)
+    put_note = _through(Index.put_note)
+    notes = _through(Index.notes)
+    drop_note = _through(Index.drop_note)
+    counts = _through(Index.counts)
+    entries = _through(Index.entries)
+    loss = _through(Index.loss)
+    rebuilt = _through(Index.rebuilt)
+    clear = _through(Index.clear)
 
     def create_set(self, info: SetInfo, records: Sequence[NewRecord] = ()) -> bool:
         return self._call(lambda: self._index.create_set(info, records))
 
-    def take_over(self, set_id: int) -> None:
-        self._call(lambda: self._index.take_over(set_id))
-
-    def close_set(self, set_id: int, n_bytes: int) -> None:
-        self._call(lambda: self._index.close_set(set_id, n_bytes))
-
-    def sets(self) -> list[SetInfo]:
-        return self._call(self._index.sets)
-
-    def some_sets(self, set_ids: Collection[int]) -> list[SetInfo]:
-        return self._call(lambda: self._index.some_sets(set_ids))
-
-    def members(self, set_id: int) -> list[tuple[bytes, Location]]:
-        return self._call(lambda: self._index.members(set_id))
-
     def remove_set(self, set_id: int, token: int | None = None) -> int:
         return self._call(lambda: self._index.remove_set(set_id, token))
-
-    def touch(self, used: Mapping[int, Use]) -> None:
-        self._call(lambda: self._index.touch(used))
-
-    def shared_s(self, at_s: float) -> float:
-        return self._call(lambda: self._index.shared_s(at_s))
-
-    def local_s(self, at_s: float) -> float:
-        return self._call(lambda: self._index.local_s(at_s))
-
-    def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
-        return self._call(lambda: self._index.acquire_lease(name, owner, now_s, ttl_s))
-
-    def lease_owner(self, name: str, now_s: float) -> str | None:
-        return self._call(lambda: self._index.lease_owner(name, now_s))
-
-    def release_lease(self, name: str, owner: str) -> None:
-        self._call(lambda: self._index.release_lease(name, owner))
-
-    def put_note(self, name: str, value: bytes, expires_s: float | None) -> None:
-        self._call(lambda: self._index.put_note(name, value, expires_s))
-
-    def notes(self, prefix: str, now_s: float) -> dict[str, bytes]:
-        return self._call(lambda: self._index.notes(prefix, now_s))
-
-    def drop_note(self, name: str) -> bool:
-        return self._call(lambda: self._index.drop_note(name))
-
-    def counts(self) -> IndexCounts:
-        return self._call(self._index.counts)
-
-    def entries(self) -> Iterator[tuple[bytes, bytes]]:
-        return self._call(self._index.entries)
-
-    def loss(self) -> Loss | None:
-        return self._call(self._index.loss)
 
     @property
     def was_reset(self) -> bool:
         return self._call(lambda: self._index.was_reset)
-
-    def rebuilt(self, loss: Loss | None) -> None:
-        self._call(lambda: self._index.rebuilt(loss))
-
-    def clear(self) -> None:
-        self._call(self._index.clear)
 
     def close(self) -> None:
         """Publish queued records for at most CLOSE_TIMEOUT_S (I10)."""

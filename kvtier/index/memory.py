@@ -13,13 +13,13 @@ from itertools import count
 
 from kvtier.errors import StaleLease
 from kvtier.index import entry
-from kvtier.index.base import EVICT_LEASE, UNOWNED, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
+from kvtier.index.base import EVICT_LEASE, UNOWNED, Index, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
 from kvtier.index.values import Lease
 
 _loss_numbers = count()  # so that the losses of two indexes of this process differ
 
 
-class MemoryIndex:
+class MemoryIndex(Index):
     """See `kvtier.index.base.Index`."""
 
     def __init__(self) -> None:
@@ -34,10 +34,6 @@ class MemoryIndex:
     def loss(self) -> Loss | None:
         """Return the loss with which the index began, until `rebuilt` is called: it knows no record of the root."""
         return self._loss
-
-    @property
-    def was_reset(self) -> bool:
-        return self._loss is not None
 
     def rebuilt(self, loss: Loss | None) -> None:
         if loss == self._loss:
@@ -148,12 +144,6 @@ class MemoryIndex:
                 if set_id in self._sets:
                     self._sets[set_id] = self._sets[set_id].with_use(use)
 
-    def shared_s(self, at_s: float) -> float:
-        return at_s
-
-    def local_s(self, at_s: float) -> float:
-        return at_s
-
     def _lease(self, name: str) -> Lease:
         return self._leases.get(name, Lease())
 
@@ -171,9 +161,7 @@ class MemoryIndex:
 
     def release_lease(self, name: str, owner: str) -> None:
         with self._lock:
-            lease = self._lease(name)
-            if lease.owner == owner:
-                self._leases[name] = Lease(lease.token)
+            self._leases[name] = self._lease(name).released(owner)
 
     def put_note(self, name: str, value: bytes, expires_s: float | None) -> None:
         with self._lock:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +15,9 @@ from kvtier.config.index import IndexSettings
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.format.record import FORMAT_VERSION
-from kvtier.index.async_lookup import InBackground, InPlace, Lookups
+from kvtier.index.async_lookup import InBackground, Lookups
 from kvtier.index.base import Index, RemoteState
-from kvtier.index.circuit_breaker import Breaker, BreakerPlan
+from kvtier.index.circuit_breaker import Breaker
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
@@ -52,23 +54,27 @@ def open_index(settings: Settings, root: Root, metrics: Metrics | None = None, *
             return _memory_indexes.setdefault(root.path, MemoryIndex())
     reopen = partial(open_again, settings, root) if is_engines else None
     index = LmdbIndex(str(root.index_path), settings.index.map_bytes, settings.index.timeout_s, reopen=reopen)
-    try:
+    with closed_on_fault(index):
         index.bind(root.folder)
+    return index
+
+
+@contextmanager
+def closed_on_fault(index: Index) -> Iterator[None]:
+    """Close the index if it turns out that it cannot be used."""
+    try:
+        yield
     except (ConfigError, IndexUnavailable):
         index.close()
         raise
-    return index
 
 
 def open_redis_to_mend(settings: Settings, root: Root) -> Index:
     """Open a Redis index with a long reply timeout and without a guard. Raises ConfigError, IndexUnavailable."""
     reply_ms = max(MEND_REPLY_MS, settings.index.reply_timeout_ms)
     index = _redis(settings.index.model_copy(update={"reply_timeout_ms": reply_ms}))
-    try:
+    with closed_on_fault(index):
         index.bind(root.root_id)
-    except (ConfigError, IndexUnavailable):
-        index.close()
-        raise
     return index
 
 
@@ -114,10 +120,8 @@ def _open_redis(settings: IndexSettings, root: Root, metrics: Metrics, is_engine
     except IndexUnavailable as fault:
         if is_engines:
             log.warning("the index does not answer; everything is a miss until it does: %s", fault)
-    pauses = settings.breaker
-    plan = BreakerPlan(pauses.failures, pauses.pause_first_ms / 1000, pauses.pause_max_ms / 1000)
     bounds = QueueBounds(settings.publish_queue_records, settings.publish_queue_bytes)
-    guard = GuardedIndex(index, Breaker(plan, random.SystemRandom()), bounds, metrics)
+    guard = GuardedIndex(index, Breaker(settings.breaker, random.SystemRandom()), bounds, metrics)
     guard.start()
     return guard
 
@@ -125,4 +129,4 @@ def _open_redis(settings: IndexSettings, root: Root, metrics: Metrics, is_engine
 def open_lookups(index: Index) -> Lookups:
     if isinstance(index, GuardedIndex):
         return InBackground(index, ThreadJobs("lookup", LOOKUP_THREADS, LOOKUPS_MAX))
-    return InPlace(index)
+    return Lookups(index)

@@ -109,3 +109,7 @@ class Lease(NamedTuple):
         if self.owner == owner:
             return Lease(self.token, now_s + ttl_s, owner)
         return None if self.owner_at(now_s) else Lease(self.token + 1, now_s + ttl_s, owner)
+
+    def released(self, owner: str) -> Lease:
+        """Return the lease as released by `owner`; the same one where another owner has it."""
+        return Lease(self.token) if self.owner == owner else self

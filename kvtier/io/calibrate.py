@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES, Extent
@@ -43,18 +43,11 @@ KEY = b"kvtier-calibrate"  # chunk key of the records, 16 bytes
 _left_behind: list[object] = []  # buffers, files and engines of hanging reads: late bytes may still land in them
 
 
-class Writer(Protocol):
-    """Engine that writes the file and reads single pages of it: a ring over host memory."""
-
-    def submit(self, ops: Sequence[ReadOp | WriteOp | FlushOp]) -> Reads: ...
-    def close(self, timeout_s: float = 1.0) -> bool: ...
-
-
 class Makers(NamedTuple):
-    """Constructors of the engines, which tests replace."""
+    """Constructors of the engines, which tests replace. writer: writes the file and reads single pages of it."""
 
     reader: Callable[[EngineChoice], Reader]
-    writer: Callable[[], Writer]
+    writer: Callable[[], Ring]
 
 
 class Hangs(Exception):
@@ -162,7 +155,7 @@ class _Run:
 
     # --- writing ---
 
-    def _write(self, writer: Writer, fd: int) -> int:
+    def _write(self, writer: Ring, fd: int) -> int:
         """Write records for WRITE_S seconds. Return how many. Raises OSError, also when not even one fits."""
         disk = os.fstatvfs(fd)
         holds = file_system_of(self._ask.folder).holds_direct_writes
@@ -192,26 +185,22 @@ class _Run:
             else:
                 break
         if not done:
-            raise OSError(error, os.strerror(error))
+            _check(error)
         if not self._ask.direct:
             os.fsync(fd)
         elif holds:
-            error = self._error_of(writer.submit([FlushOp(fd)]), (fd, writer))
-            if error:
-                raise OSError(error, os.strerror(error))
+            _check(self._error_of(writer.submit([FlushOp(fd)]), (fd, writer)))
         self._write_bytes_s = done * RECORD_BYTES / max(self._clock() - started_s, 1e-9)
         return done
 
-    def _latency(self, writer: Writer, fd: int) -> None:
+    def _latency(self, writer: Ring, fd: int) -> None:
         """Measure the median time of reading one page. Raises OSError, Hangs."""
         page = AlignedBuffer(PAGE_BYTES)
         taken = []
         for _ in range(LATENCY_READS):
             started_s = self._clock()
             op = ReadOp(fd, PAGE_BYTES, page.address, PAGE_BYTES, 1, KEY, 0, 0, None)
-            error = self._error_of(writer.submit([op]), (page, writer))
-            if error:
-                raise OSError(error, os.strerror(error))
+            _check(self._error_of(writer.submit([op]), (page, writer)))
             taken.append(self._clock() - started_s)
         self._latency_s = max(sorted(taken)[len(taken) // 2], 1e-9)
 
@@ -294,6 +283,11 @@ class _Run:
             _left_behind.append((reads, kept))
             raise Hangs
         return reads.results()[0].error
+
+
+def _check(error: int) -> None:
+    if error:
+        raise OSError(error, os.strerror(error))
 
 
 class _Reading:

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from kvtier.format.signing import Signer
 from kvtier.io.base import Reader
-from kvtier.io.kvikio import KvikioReader, KvikioSizes
+from kvtier.io.kvikio import KvikioReader
 from kvtier.io.ring import DeviceRing, Ring, sizes_for
 
 EngineName = Literal["ring", "kvikio"]
@@ -72,8 +72,7 @@ def open_engine(choice: EngineChoice, target: Target, direct: bool, in_memory: b
     direct: reads bypass the page cache. in_memory: the file system is tmpfs or ramfs.
     """
     if choice.engine == "kvikio":
-        sizes = KvikioSizes(choice.threads, choice.piece_bytes)
-        return KvikioReader((target.address, target.n_bytes), sizes, direct=direct)
+        return KvikioReader((target.address, target.n_bytes), choice.threads, choice.piece_bytes, direct=direct)
     if target.ordinal is None:
         return Ring(choice.threads, choice.piece_bytes)
     host = sizes_for(in_memory)

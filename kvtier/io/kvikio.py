@@ -41,13 +41,6 @@ POLL_S = 200e-6  # poll interval of futures, seconds: KvikIO has no wait with a 
 CLOSE_INTERVAL_S = 1.0  # interval between attempts to close unused files, seconds
 
 
-class KvikioSizes(NamedTuple):
-    """Sizes of a reader."""
-
-    threads: int = THREADS
-    piece_bytes: int = PIECE_BYTES  # of one read, and of each thread's pinned bounce buffer
-
-
 class DeviceBuffer:
     """Device memory as KvikIO takes it: a one-dimensional array of bytes. Does not own the memory."""
 
@@ -114,6 +107,7 @@ class KvikioReader(Reader):
 
     Args:
         buffer: (address, bytes) of that memory.
+        piece_bytes: of one read, and of each thread's pinned bounce buffer.
         direct: reads bypass the page cache.
         load: imports KvikIO (replaced in tests).
 
@@ -123,16 +117,17 @@ class KvikioReader(Reader):
     def __init__(
         self,
         buffer: tuple[int, int],
-        sizes: KvikioSizes | None = None,
+        threads: int = THREADS,
+        piece_bytes: int = PIECE_BYTES,
         *,
         direct: bool = True,
         load: Callable[[], ModuleType] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._address, self._n_bytes = buffer
-        self.sizes = sizes or KvikioSizes()
-        if self.sizes.threads <= 0 or self.sizes.piece_bytes <= 0 or self.sizes.piece_bytes % PAGE_BYTES:
-            raise ValueError(f"KvikIO with {self.sizes}")
+        self._threads, self._piece_bytes = threads, piece_bytes
+        if threads <= 0 or piece_bytes <= 0 or piece_bytes % PAGE_BYTES:
+            raise ValueError(f"KvikIO with {threads} threads and pieces of {piece_bytes} bytes")
         self._kvikio = (load or load_kvikio)()
         self._returns = Returns()
         self._tune(direct)
@@ -151,7 +146,7 @@ class KvikioReader(Reader):
         begun: list[_Op] = []
         try:
             for op in ops:
-                begun.append(_Op(op, self.files.open(op.fd), self.sizes.piece_bytes))
+                begun.append(_Op(op, self.files.open(op.fd), self._piece_bytes))
             batch = KvikioBatch(self, begun)
             with self._lock:
                 if self._is_closed:
@@ -217,8 +212,8 @@ class KvikioReader(Reader):
     # --- internals ---
 
     def _tune(self, direct: bool) -> None:
-        threads, piece = self.sizes
-        settings = {"num_threads": threads, "task_size": piece, "bounce_buffer_size": piece}
+        piece_bytes = self._piece_bytes
+        settings = {"num_threads": self._threads, "task_size": piece_bytes, "bounce_buffer_size": piece_bytes}
         # KvikIO would read less than gds_threshold at once, on our thread and under our lock.
         settings |= {"auto_direct_io_read": direct, "gds_threshold": 1}
         try:
@@ -249,14 +244,14 @@ class KvikioReader(Reader):
             raise ValueError("an operation is not whole, aligned pages")
         if op.address < self._address or op.address + n_bytes > self._address + self._n_bytes:
             raise ValueError("an operation is outside the buffer")
-        return -(-n_bytes // self.sizes.piece_bytes)
+        return -(-n_bytes // self._piece_bytes)
 
     def _pump(self) -> None:
         """Complete finished pieces, then hand KvikIO more, oldest batch first. Under the lock."""
         for batch in self._batches:
             while batch.in_flight and batch.in_flight[0].future.done():
                 _complete(batch.in_flight.popleft())
-        room = IN_FLIGHT_PER_THREAD * self.sizes.threads - sum(len(batch.in_flight) for batch in self._batches)
+        room = IN_FLIGHT_PER_THREAD * self._threads - sum(len(batch.in_flight) for batch in self._batches)
         for batch in self._batches:
             for op in batch.ops:
                 room -= self._start(batch, op, room)
@@ -273,7 +268,7 @@ class KvikioReader(Reader):
         while op.pieces and started < room and not op.error:
             start = op.pieces.popleft()
             self._queued -= 1
-            n_bytes = min(self.sizes.piece_bytes, op.n_bytes - start)
+            n_bytes = min(self._piece_bytes, op.n_bytes - start)
             target = DeviceBuffer(op.spec.address + start, n_bytes)
             try:
                 future = op.file.handle.pread(target, n_bytes, op.spec.offset + start, n_bytes)

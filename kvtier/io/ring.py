@@ -20,7 +20,6 @@ import threading
 from collections.abc import Sequence
 from itertools import chain
 from operator import itemgetter
-from types import TracebackType
 from typing import NamedTuple
 
 from kvtier.errors import TierUnavailable
@@ -265,9 +264,7 @@ class Ring:
     def __enter__(self) -> Ring:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

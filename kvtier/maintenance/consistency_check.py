@@ -15,29 +15,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.format.geometry import Extent, covers
 from kvtier.format.record import RecordHeader, is_blank
 from kvtier.index import entry
 from kvtier.index.base import Index, Location, SetInfo
+from kvtier.maintenance.scrub import Finding
 from kvtier.storage.root import Root, namespace_folders
-from kvtier.storage.segments import NeverBegun, SegmentFiles, parse_segment_name, segment_name
+from kvtier.storage.segments import NeverBegun, SegmentFiles, segment_name
 
 SETTLE_S = 2.0  # time between the two looks, seconds; a save takes less from its header to its index entry
 LISTED_MAX = 1000  # disagreements that are listed; further ones are only counted
 
 Progress = Callable[[int, int], None]
-
-
-class Disagreement(NamedTuple):
-    """A disagreement. segment: "" where no file is meant. slot: None where no slot is meant."""
-
-    namespace: str
-    segment: str
-    slot: int | None
-    what: str
 
 
 @dataclass(slots=True)
@@ -56,8 +47,8 @@ class Agreement:
     unpublished: int = 0
     unnamed: int = 0
     n_disagreements: int = 0
-    disagreements: list[Disagreement] = field(default_factory=list)
-    unnamed_places: list[Disagreement] = field(default_factory=list)
+    disagreements: list[Finding] = field(default_factory=list)
+    unnamed_places: list[Finding] = field(default_factory=list)
 
     @property
     def is_clean(self) -> bool:
@@ -135,7 +126,7 @@ class _Check:
                     if not entry.is_complete(value):
                         self._parts[key] = [location.extent for location in locations]
                 except Corrupt as fault:
-                    self._note(self._found, Disagreement("", "", None, f"chunk {key.hex()}: {fault}"))
+                    self._note(self._found, Finding("", "", None, f"chunk {key.hex()}: {fault}"))
         self._found.chunks = len(seen)
         return named
 
@@ -148,24 +139,24 @@ class _Check:
             namespace = on_disk[0].folder.name if on_disk else ""
             if n_located:
                 what = f"{n_located} records of chunks are in it, but the index does not list it"
-                self._note(result, Disagreement(namespace, f"{set_id:016x}", None, what))
+                self._note(result, Finding(namespace, f"{set_id:016x}", None, what))
             if on_disk is None:
                 return result
         members = {} if info is None else {(at.part, at.slot): (key, at) for key, at in self._index.members(set_id)}
         if info is not None and len(members) != n_located:
             what = f"{n_located} of its records are in chunks' entries, but {len(members)} in its own list"
-            self._note(result, Disagreement(info.namespace.hex(), f"{set_id:016x}", None, what))
+            self._note(result, Finding(info.namespace.hex(), f"{set_id:016x}", None, what))
         if on_disk is not None:
             files, parts = on_disk
             for part in parts:
                 for slot, header in self._headers(files, (set_id, part), result):
-                    self._record(result, info, header, (files.folder.name, segment_name(set_id, part), slot), members)
-                    members.pop((part, slot), None)
+                    place = files.folder.name, segment_name(set_id, part), slot
+                    self._record(result, info, header, place, members.pop((part, slot), None))
             files.close()
         for part, slot in members:
             assert info is not None
-            place = (info.namespace.hex(), segment_name(set_id, part), slot)
-            self._note(result, Disagreement(*place, "the index names a record there, and there is none"))
+            place = info.namespace.hex(), segment_name(set_id, part), slot
+            self._note(result, Finding(*place, "the index names a record there, and there is none"))
         return result
 
     def _headers(
@@ -185,7 +176,7 @@ class _Check:
         except NeverBegun:
             return
         except (Corrupt, TierUnavailable) as fault:
-            self._note(result, Disagreement(files.folder.name, segment_name(*name), None, str(fault)))
+            self._note(result, Finding(files.folder.name, segment_name(*name), None, str(fault)))
 
     def _record(
         self,
@@ -193,29 +184,26 @@ class _Check:
         info: SetInfo | None,
         header: RecordHeader,
         place: tuple[str, str, int],
-        members: dict[tuple[int, int], tuple[bytes, Location]],
+        member: tuple[bytes, Location] | None,
     ) -> None:
-        """Compare a header that was read with what the index says of its place."""
+        """Compare a header that was read with the record that the index names at its place."""
         result.records += 1
-        named = parse_segment_name(place[1])
-        assert named is not None
-        member = members.get((named[1], header.slot))
         if member is not None:
             if (header.key, header.extent, header.checksums) == (member[0], member[1].extent, member[1].checksums):
                 result.indexed += 1
             else:
-                self._note(result, Disagreement(*place, "is not the record that the index names there"))
+                self._note(result, Finding(*place, "is not the record that the index names there"))
         elif covers(self._parts.get(header.key, ()), header.extent) or self._index.resolve([header.key]):
             result.second += 1
         elif info is not None and info.is_open:
             result.unpublished += 1
         elif info is not None:
             result.unnamed += 1
-            result.unnamed_places.append(Disagreement(*place, "not in the index"))
+            result.unnamed_places.append(Finding(*place, "not in the index"))
         else:
-            self._note(result, Disagreement(*place, "no segment set of the index"))
+            self._note(result, Finding(*place, "no segment set of the index"))
 
-    def _note(self, result: Agreement, what: Disagreement) -> None:
+    def _note(self, result: Agreement, what: Finding) -> None:
         result.n_disagreements += 1
         if len(result.disagreements) < LISTED_MAX:
             result.disagreements.append(what)

@@ -14,7 +14,7 @@ from kvtier.errors import ConfigError, Corrupt, IndexUnavailable, KVTierError, T
 from kvtier.format.record import RecordHeader, SegmentHeader, is_blank
 from kvtier.index import entry
 from kvtier.index.base import UNOWNED, Index, Location, NewRecord, SetInfo, slots_used
-from kvtier.maintenance.record_read import RecordVerdict, judge
+from kvtier.maintenance.record_check import RecordVerdict, judge
 from kvtier.maintenance.sweep_lease import Clock, SweepLease
 from kvtier.storage.root import read_namespace
 from kvtier.storage.segments import SegmentFiles, segment_name

@@ -1,4 +1,5 @@
-"""Second looks at records that were not read as they were summed, before they are taken out of the index.
+"""Single records that are read beside the load path, a piece at a time, and second looks at records that were not read
+as they were summed, before they are taken out of the index.
 
 On a file system whose clients cache, such a read may be stale: bytes that another node wrote can show a second or two
 later. Until the second look the chunk is a miss, and nothing is retracted.
@@ -7,21 +8,34 @@ later. Until the second look the chunk is a miss, and nothing is retracted.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
+from enum import Enum
 
-from kvtier.errors import IndexUnavailable, TierUnavailable
+from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
+from kvtier.format.checksum import slab_seed
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.format.record import record_bytes
 from kvtier.index.base import Index, Location
-from kvtier.maintenance.record_read import RecordVerdict, judge
+from kvtier.io.native import checksum
+from kvtier.io.ring import AlignedBuffer
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.repeated_log import RepeatedLog
-from kvtier.storage.segments import SegmentFolders, segment_name
+from kvtier.storage.open_segments import OpenSegment
+from kvtier.storage.segments import SegmentFiles, SegmentFolders, segment_name
 
 RECHECK_S = 1.0  # time after which a record is looked at again, seconds; clients showed new bytes within it
 RECHECK_INTERVAL_S = 0.5  # interval between two looks for records that are due, seconds
 WAITING_MAX = 1024  # records that wait for their second look; the load that meets a further one again adds it then
+
+PIECE_BYTES = 4 << 20
+# Largest record that is read, bytes. One of 256 tokens of the largest models takes 1 GiB; a sparse file may claim any
+# size.
+RECORD_BYTES_MAX = 4 << 30
+_PAIR_BYTES = 8
 
 _Record = tuple[bytes, bytes, Location]  # namespace, key of the chunk, and place
 
@@ -76,3 +90,67 @@ class Rechecks:
             name,
             RECHECK_S,
         )
+
+
+class RecordVerdict(Enum):
+    """Result of reading a record's place. UNKNOWN: it cannot be read for now, or is larger than any record."""
+
+    AS_SUMMED = 0
+    OTHER = 1  # other bytes, or a file that is no such segment or ends before
+    GONE = 2  # no such file
+    UNKNOWN = 3
+
+
+def judge(files: SegmentFiles, key: bytes, location: Location) -> RecordVerdict:
+    """Read the slabs at `location`, through a descriptor that is opened now, and compare them with its checksums."""
+    try:
+        segment = files.lease_anew(location.set_id, location.part)
+    except TierUnavailable:
+        return RecordVerdict.UNKNOWN
+    except Corrupt:
+        return RecordVerdict.OTHER
+    if segment is None:
+        return RecordVerdict.GONE
+    try:
+        return _judge(segment, key, location)
+    except OSError:
+        return RecordVerdict.UNKNOWN
+    finally:
+        segment.release()
+
+
+def _judge(segment: OpenSegment, key: bytes, location: Location) -> RecordVerdict:
+    header, extent = segment.header, location.extent
+    if header.offset_of(location.slot, extent, location.slab_bytes) is None:
+        return RecordVerdict.OTHER
+    if record_bytes(extent, header.slab_bytes) > RECORD_BYTES_MAX:
+        return RecordVerdict.UNKNOWN
+    buffer = AlignedBuffer(min(PIECE_BYTES, header.slab_bytes))
+    start = header.slot_offset(location.slot) + PAGE_BYTES
+    for number, expected in enumerate(location.checksums):
+        seed = slab_seed(key, extent.first_head + number, extent.first_layer)
+        if _sum(segment.fd, start + number * header.slab_bytes, header.slab_bytes, seed, buffer) != expected:
+            return RecordVerdict.OTHER
+    return RecordVerdict.AS_SUMMED
+
+
+def _sum(fd: int, start: int, n_bytes: int, seed: int, buffer: AlignedBuffer) -> int | None:
+    """Return the checksum of a slab; None where the file ends before it."""
+    total = 0
+    for done in range(0, n_bytes, buffer.n_bytes):
+        piece = min(buffer.n_bytes, n_bytes - done)
+        if not _read_fully(fd, buffer.view[:piece], start + done):
+            return None
+        total += checksum(buffer.address, piece, seed, done // _PAIR_BYTES)
+    return total % (1 << 64)
+
+
+def _read_fully(fd: int, view: memoryview, offset: int) -> bool:
+    """Fill the buffer. Return False if the file ends before. A read may give less than it was asked for, and the
+    rest when asked again."""
+    while view:
+        n_read = os.preadv(fd, [view], offset)
+        if n_read == 0:
+            return False
+        view, offset = view[n_read:], offset + n_read
+    return True

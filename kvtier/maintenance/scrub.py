@@ -17,7 +17,7 @@ from kvtier.format.record import RecordHeader, SegmentHeader, is_blank, tags_in
 from kvtier.format.signing import Signer
 from kvtier.index.base import Index, Location
 from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring
-from kvtier.maintenance.record_read import RECORD_BYTES_MAX
+from kvtier.maintenance.record_check import RECORD_BYTES_MAX
 from kvtier.storage.open_segments import OpenSegment
 from kvtier.storage.root import NAMESPACE_FILE, Root, namespace_folders, read_namespace
 from kvtier.storage.segments import NeverBegun, SegmentFiles, segment_name
@@ -56,7 +56,8 @@ class RootStats:
 
 
 class Finding(NamedTuple):
-    """A fault that was found. namespace: folder. segment: file name in it. slot: None where the whole file is meant."""
+    """A fault that was found. namespace: folder; "" where none is meant. segment: file name in it, or set; "" likewise.
+    slot: None where the whole file is meant."""
 
     namespace: str
     segment: str
@@ -232,7 +233,8 @@ class _Verifier:
         reading: deque[_RecordRead] = deque()
         file_bytes = os.fstat(segment.fd).st_size
         for slot, header, page in headers:
-            n_bytes = header.extent.n_heads * header.slab_bytes
+            e = header.extent
+            n_bytes = e.n_heads * header.slab_bytes
             offset = segment.header.slot_offset(slot) + PAGE_BYTES
             if offset + n_bytes > file_bytes:
                 self._bad.append(Finding(*place, slot, CUT_OFF))
@@ -243,17 +245,8 @@ class _Verifier:
             while reading and (len(reading) + 1) * n_bytes > IN_FLIGHT_BYTES:
                 self._check(place, reading.popleft())
             buffer = AlignedBuffer(n_bytes)
-            op = ReadOp(
-                segment.fd,
-                offset,
-                buffer.address,
-                header.slab_bytes,
-                header.extent.n_heads,
-                header.key,
-                header.extent.first_head,
-                header.extent.first_layer,
-                header.checksums,
-            )
+            what = header.slab_bytes, e.n_heads, header.key, e.first_head, e.first_layer, header.checksums
+            op = ReadOp(segment.fd, offset, buffer.address, *what)
             reading.append(_RecordRead(slot, header, page, ring.submit([op]), buffer))
         while reading:
             self._check(place, reading.popleft())

@@ -181,10 +181,6 @@ class Housekeeper:
         self.look_at_root()
         return FreeSpace.of(os.statvfs(self._folder))
 
-    def free_bytes(self) -> int:
-        """Return the bytes that the root's disk has left for this user. Raises TierUnavailable, OSError."""
-        return self.free_space().n_bytes
-
     def rebuild(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Rebuilt | None:
         """Make the index agree with the files (maintenance.rebuild); entries without a file are removed. Return None,
         and do nothing, while another process sweeps or rebuilds, for a sweep cuts segments behind the records that the
@@ -211,7 +207,7 @@ class Housekeeper:
         seen, records, was_held_up = 0, 0, False
         for files, set_id, parts in sets:
             faults: dict[int, KVTierError] = {}
-            tell = partial(_tell, progress, seen, total)
+            tell = partial(lambda before, n_read: progress(before + n_read, total), seen)
             records += self._read_back.read_set(files, set_id, parts, faults, tell)
             seen += len(parts)
             for part, fault in faults.items():
@@ -337,12 +333,11 @@ class Housekeeper:
     def _trim(self, info: SetInfo, locations: list[Location]) -> None:
         files = SegmentFiles(self._folder / info.namespace.hex(), direct=False)
         used = slots_used(locations)
-        for set_id, part in files.ids():
-            if set_id == info.set_id:
-                try:
-                    files.trim(set_id, part, used.get(part, 0))
-                except (Corrupt, TierUnavailable) as fault:
-                    log.warning("cannot trim: %s", fault)
+        for part in files.part_bytes(info.set_id):
+            try:
+                files.trim(info.set_id, part, used.get(part, 0))
+            except (Corrupt, TierUnavailable) as fault:
+                log.warning("cannot trim: %s", fault)
         files.close()
 
     def _settle_orphans(self, files: SegmentFiles, known: dict[int, SetInfo]) -> None:
@@ -357,23 +352,14 @@ class Housekeeper:
             if taken:
                 log.info("segment set %016x was in no index: %d records are taken in", set_id, taken)
             for part, fault in faults.items():
-                if isinstance(fault, Corrupt):
-                    log.info("removing what is no segment: %s", fault)
-                    self._remove_strange(files, set_id, part)
-                else:
+                if not isinstance(fault, Corrupt):
                     log.warning("a segment in no index stays, with its set: %s", fault)
-
-    def _remove_strange(self, files: SegmentFiles, set_id: int, part: int) -> None:
-        """Remove a file that is no segment. A folder with a segment's name cannot be unlinked and must not end the
-        sweep."""
-        try:
-            files.unlink(set_id, part)
-        except TierUnavailable as fault:
-            log.warning("what is no segment stays: %s", fault)
+                    continue
+                log.info("removing what is no segment: %s", fault)
+                try:
+                    files.unlink(set_id, part)
+                except TierUnavailable as refusal:  # as of a folder with a segment's name, which must not end the sweep
+                    log.warning("what is no segment stays: %s", refusal)
 
     def _namespaces(self) -> list[SegmentFiles]:
         return [SegmentFiles(folder, direct=False) for folder in namespace_folders(self._folder)]
-
-
-def _tell(progress: Callable[[int, int], None], before: int, total: int, n_read: int) -> None:
-    progress(before + n_read, total)

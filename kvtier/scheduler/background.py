@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from kvtier.errors import IndexResting, KVTierError
 from kvtier.eviction.evictor import Evictor
@@ -30,9 +31,11 @@ from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.runtime.threads import Ticker, run_within
 from kvtier.runtime.units import size
 from kvtier.scheduler.engine_report import NOTE_PREFIX, About, Reporter
-from kvtier.scheduler.segment_allocator import Side, Supplies
+from kvtier.scheduler.segment_allocator import SetSupply, Supplies
 
 log = logging.getLogger("kvtier")
+
+T = TypeVar("T")
 
 # Hits whose use is not yet recorded in the index. The oldest one is dropped for a further one; at worst its set is
 # evicted too soon.
@@ -294,17 +297,10 @@ class Keeper:
             self._done_with.to_drop += unused
             if namespace.epoch.startswith(PRIVATE_EPOCH):
                 self._done_with.to_erase.append(namespace.id)
-        for ids, settle in (
-            (self._done_with.to_trim, self._housekeeper.close_early),
-            (self._done_with.to_close, self._housekeeper.close_set),
-            (self._done_with.to_drop, self._index.remove_set),
-        ):
-            while ids:
-                settle(ids[0])
-                ids.popleft()
-        while self._done_with.to_erase:  # private: no lookup can name it again
-            self._housekeeper.erase_namespace(self._done_with.to_erase[0])
-            self._done_with.to_erase.popleft()
+        _settle(self._done_with.to_trim, self._housekeeper.close_early)
+        _settle(self._done_with.to_close, self._housekeeper.close_set)
+        _settle(self._done_with.to_drop, self._index.remove_set)
+        _settle(self._done_with.to_erase, self._housekeeper.erase_namespace)  # private: no lookup can name it again
 
     def _book_uses_in_time(self, now: float) -> None:
         if now >= self._due.touch_s:
@@ -315,22 +311,19 @@ class Keeper:
         """Take what the storage refused to saves as a limit, and evict down to it."""
         was_refused, has_saved = self._space.was_refused, self._space.has_saved
         self._space.was_refused = self._space.has_saved = False
-        set_bytes = self._plan.set_bytes
+        room, set_bytes = self._space.room, self._plan.set_bytes
         if has_saved:
-            self._space.room.worked(
-                now, 0 if self._space.room.limit_bytes is None else self._written_bytes(), set_bytes
-            )
+            room.worked(now, 0 if room.limit_bytes is None else self._written_bytes(), set_bytes)
         if not was_refused or self._index.was_reset:
             return
-        is_first, space = self._space.room.limit_bytes is None, self._housekeeper.free_space()
-        room_bytes = space.for_sets(set_bytes, self._plan.set_files)
-        if not self._space.room.refused(now, self._written_bytes(), room_bytes, set_bytes):
+        is_first, space = room.limit_bytes is None, self._housekeeper.free_space()
+        if not room.refused(now, self._written_bytes(), space.for_sets(set_bytes, self._plan.set_files), set_bytes):
             return
         if is_first:
             log.warning(
                 "%s: sets are evicted until they take %s, and saving goes on%s",
                 space.why_full(set_bytes),
-                size(self._space.room.limit_bytes or 0),
+                size(room.limit_bytes or 0),
                 " once their space is free, which takes minutes on this file system" if self._plan.reclaim_s else "",
             )
         self._due.limits_s = now + LIMITS_INTERVAL_S
@@ -354,11 +347,11 @@ class Keeper:
                 for side in supplies.sides():
                     side.room.clear()
         for side in supplies.sides():
-            while side.supply.wants_set() and not side.room.is_resting(now):
+            while side.wants_set() and not side.room.is_resting(now):
                 if not self._make_set(namespace, side, now):
                     break
 
-    def _make_set(self, namespace: Namespace, side: Side, now: float) -> bool:
+    def _make_set(self, namespace: Namespace, side: SetSupply, now: float) -> bool:
         """Makes room for a set and registers it. What others did in the same moment is looked at once more: two that
         saw the last room are not both given it. For that moment the index's sum may be a set above a limit; files never
         are, for nothing is written into a set before it is offered."""
@@ -385,7 +378,7 @@ class Keeper:
             return False
         side.room.worked()
         self._done_with.to_drop.remove(set_id)
-        side.supply.offer(set_id)
+        side.offer(set_id)
         return True
 
     def _capacity_bytes(self, now: float) -> int:
@@ -397,14 +390,8 @@ class Keeper:
         capacity_bytes = min(plan.capacity_bytes, room_bytes)
         # Sets that are only kept ready go before any with records.
         self._done_with.to_drop += self.supplies.bound_spares(plan.spares(capacity_bytes))
-        self._drop_sets()
+        _settle(self._done_with.to_drop, self._index.remove_set)
         return capacity_bytes
-
-    def _drop_sets(self) -> None:
-        ids = self._done_with.to_drop
-        while ids:
-            self._index.remove_set(ids[0])
-            ids.popleft()
 
     def _written_bytes(self) -> int:
         """Return what all sets take but for those of this engine that have no files yet."""
@@ -453,3 +440,10 @@ class Keeper:
             used[set_id] = Use(at_s, before.count + (at_s != before.at_s))
         if used:
             self._index.touch(used)
+
+
+def _settle(ids: deque[T], settle: Callable[[T], object]) -> None:
+    """Settle what the ids name. Each is taken out once that is done."""
+    while ids:
+        settle(ids[0])
+        ids.popleft()

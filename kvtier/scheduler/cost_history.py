@@ -25,6 +25,7 @@ from kvtier.storage.root_owner import host_key
 PREFIX = "costs/"
 KEPT_S = 30 * 86400.0
 CHANGE = 0.1  # relative change of a cost from which on the record is rewritten
+_NAMES = ("prefill_token_s", "load_fixed_s", "load_token_s")
 NOTE_BYTES_MAX = 1024  # longest record that is read, bytes
 
 
@@ -34,13 +35,12 @@ def note_name(namespace_id: bytes, about: About) -> str:
     return PREFIX + blake3(namespace_id + canonical_text(engine).encode()).hexdigest()[:32]
 
 
+def _values(costs: Costs) -> dict[str, float]:
+    return dict(zip(_NAMES, (costs.prefill_token_s, costs.load.fixed_s, costs.load.token_s), strict=True))
+
+
 def pack(costs: Costs) -> bytes:
-    values = {
-        "prefill_token_s": costs.prefill_token_s,
-        "load_fixed_s": costs.load.fixed_s,
-        "load_token_s": costs.load.token_s,
-    }
-    return canonical_text(values).encode()
+    return canonical_text(_values(costs)).encode()
 
 
 def unpack(note: bytes) -> Costs:
@@ -49,7 +49,7 @@ def unpack(note: bytes) -> Costs:
         if len(note) > NOTE_BYTES_MAX:
             raise ValueError(f"{len(note)} bytes")
         values = json.loads(note)
-        prefill, fixed, token = (float(values[name]) for name in ("prefill_token_s", "load_fixed_s", "load_token_s"))
+        prefill, fixed, token = (float(values[name]) for name in _NAMES)
         if not (0 < prefill < math.inf and 0 <= fixed < math.inf and 0 <= token < math.inf):
             raise ValueError("no costs")
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as fault:
@@ -74,28 +74,17 @@ class KeptCosts:
     def refresh(self, now_s: float) -> None:
         """Reads what was kept, the first time, and keeps what was seen. Raises IndexUnavailable."""
         if not self._was_recalled:
-            self._recall(now_s)
-        self._keep(now_s)
-
-    def _recall(self, now_s: float) -> None:
-        note = self._index.notes(self._name, now_s).get(self._name)
-        self._was_recalled = True
-        if note is not None:
-            with suppress(Corrupt):  # it is written anew in time
-                self.expected = self._kept = unpack(note)
-
-    def _keep(self, now_s: float) -> None:
+            note = self._index.notes(self._name, now_s).get(self._name)
+            self._was_recalled = True
+            if note is not None:
+                with suppress(Corrupt):  # it is written anew in time
+                    self.expected = self._kept = unpack(note)
         latest = self.latest
-        if latest is None or (self._kept is not None and is_close(latest, self._kept)):
-            return
-        self._index.put_note(self._name, pack(latest), now_s + KEPT_S)
-        self._kept = latest
+        if latest is not None and (self._kept is None or not is_close(latest, self._kept)):
+            self._index.put_note(self._name, pack(latest), now_s + KEPT_S)
+            self._kept = latest
 
 
 def is_close(one: Costs, other: Costs) -> bool:
-    pairs = (
-        (one.prefill_token_s, other.prefill_token_s),
-        (one.load.fixed_s, other.load.fixed_s),
-        (one.load.token_s, other.load.token_s),
-    )
+    pairs = zip(_values(one).values(), _values(other).values(), strict=True)
     return all(math.isclose(a, b, rel_tol=CHANGE) for a, b in pairs)

@@ -55,11 +55,6 @@ class Latency(BaseModel):
     )
     sum_s: Amount = 0.0
 
-    def plus(self, seconds: float) -> Latency:
-        place = bisect_left(BOUNDS_S, seconds)
-        counts = tuple(count + (n == place) for n, count in enumerate(self.counts))
-        return Latency(counts=counts, sum_s=self.sum_s + max(0.0, seconds))
-
     def merged(self, other: Latency) -> Latency:
         counts = tuple(one + two for one, two in zip(self.counts, other.counts, strict=True))
         return Latency(counts=counts, sum_s=self.sum_s + other.sum_s)
@@ -186,7 +181,7 @@ class RankFigures:
 
 
 @dataclass(slots=True)
-class _Times:
+class Times:
     """A Latency in the making: cheap to add to, for the scheduler's thread does so with each chunk that was saved."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
@@ -207,7 +202,7 @@ class _EngineFigures:
     counters: dict[str, float] = field(default_factory=dict)
     arenas: tuple[ArenaFill, ...] = ()
     ceiling_bytes_s: float | None = None
-    times: dict[What, _Times] = field(default_factory=lambda: {what: _Times() for what in get_args(What)})
+    times: dict[What, Times] = field(default_factory=lambda: {what: Times() for what in get_args(What)})
     prefill_token_s: float | None = None
     expected_token_s: float | None = None  # of an engine like this one, until a prefill of this one was timed
     saved_s: float | None = None
@@ -292,7 +287,7 @@ class Reporter:
                 owner=self._owner[:LABEL_CHARS_MAX],
                 host=socket.gethostname()[:LABEL_CHARS_MAX],
                 pid=os.getpid(),
-                kvtier_version=_own_version(),
+                kvtier_version=installed("kvtier"),
                 engine=about.engine[:LABEL_CHARS_MAX],
                 engine_version=about.engine_version[:LABEL_CHARS_MAX],
                 model=about.model[:LABEL_CHARS_MAX],
@@ -328,18 +323,8 @@ def _sum(one: Mapping[str, float], two: Mapping[str, float]) -> dict[str, float]
 
 
 def _sum_arenas(arenas: Iterable[ArenaFill]) -> tuple[ArenaFill, ...]:
-    found: dict[str, ArenaFill] = {}
+    sums: dict[Literal["hbm", "host"], tuple[int, int]] = {}
     for arena in arenas:
-        other = found.get(arena.tier)
-        if other is not None:
-            sizes = {
-                "size_bytes": arena.size_bytes + other.size_bytes,
-                "used_bytes": arena.used_bytes + other.used_bytes,
-            }
-            arena = arena.model_copy(update=sizes)
-        found[arena.tier] = arena
-    return tuple(found.values())
-
-
-def _own_version() -> str:
-    return installed("kvtier")
+        size, used = sums.get(arena.tier, (0, 0))
+        sums[arena.tier] = size + arena.size_bytes, used + arena.used_bytes
+    return tuple(ArenaFill(tier=tier, size_bytes=size, used_bytes=used) for tier, (size, used) in sums.items())

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from typing import Protocol
 
 UNMEASURED_MIN_TOKENS = 256
 NEVER = 1 << 62  # min_tokens where storage is slower than computing at any length
@@ -57,64 +56,6 @@ class Costs:
     load: LoadCost
 
 
-class LoadLimit(Protocol):
-    """Shortest hit that is loaded, tokens."""
-
-    @property
-    def min_tokens(self) -> int: ...
-
-    @property
-    def is_measured(self) -> bool:
-        """True if the limit follows from measurements, False if it was configured."""
-        ...
-
-    def saw_load(self, tokens: int, seconds: float) -> None:
-        """Record a load of `tokens` tokens; seconds: from the request to its end."""
-        ...
-
-    def saw_step(self, tokens: int, seconds: float) -> None:
-        """Record a step of the engine that computed `tokens` tokens over all requests."""
-        ...
-
-    def calibrate(self, cost: LoadCost) -> None:
-        """Set the calibrated cost of loads, that of an idle machine."""
-        ...
-
-    def expect(self, costs: Costs) -> None:
-        """Set the costs of an earlier engine of the same kind. They apply until this one has measured its own."""
-        ...
-
-    def costs(self) -> Costs | None:
-        """Return the measured costs, for the next engine of this kind; None before both were measured."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FixedLimit:
-    """Configured number of tokens; measurements are ignored."""
-
-    min_tokens: int
-
-    @property
-    def is_measured(self) -> bool:
-        return False
-
-    def saw_load(self, tokens: int, seconds: float) -> None:
-        pass
-
-    def saw_step(self, tokens: int, seconds: float) -> None:
-        pass
-
-    def calibrate(self, cost: LoadCost) -> None:
-        pass
-
-    def expect(self, costs: Costs) -> None:
-        pass
-
-    def costs(self) -> Costs | None:
-        return None
-
-
 @dataclass(frozen=True, slots=True)
 class _Fit:
     """Weighted sums over loads, of how their cost depends on both parts of `LoadCost`: a least-squares fit.
@@ -148,7 +89,12 @@ class _Fit:
 
 
 class BreakEven:
-    """Thread-safe. calibrated: what loads should cost on an idle machine; clock: seconds."""
+    """Shortest hit that is loaded, by what loads and prefills cost. Thread-safe.
+
+    calibrated: cost of loads on an idle machine; clock: seconds.
+    """
+
+    is_measured = True  # False where the limit was configured
 
     def __init__(self, calibrated: LoadCost = UNCALIBRATED, clock: Callable[[], float] = time.monotonic) -> None:
         self._prior = calibrated
@@ -162,16 +108,19 @@ class BreakEven:
         self._lock = threading.Lock()
 
     def calibrate(self, cost: LoadCost) -> None:
+        """Set the calibrated cost of loads, that of an idle machine."""
         with self._lock:
             self._prior, self._seen, self._is_calibrated = cost, _Fit(), True
 
     def expect(self, costs: Costs) -> None:
+        """Set the costs of an earlier engine of the same kind. They apply until this one has measured its own."""
         with self._lock:
             self._expected_token_s = costs.prefill_token_s
             if not self._is_calibrated:
                 self._prior = costs.load
 
     def costs(self) -> Costs | None:
+        """Return the measured costs, for the next engine of this kind; None before both were measured."""
         with self._lock:
             if self._token_s is None or not self._is_calibrated:
                 return None
@@ -200,10 +149,6 @@ class BreakEven:
             self._seen_s = self._clock()
 
     @property
-    def is_measured(self) -> bool:
-        return True
-
-    @property
     def min_tokens(self) -> int:
         """Hits of fewer tokens are computed instead; NEVER where no length pays."""
         with self._lock:
@@ -228,6 +173,23 @@ class BreakEven:
         (fixed, token), (x, z), kept = self._spreads(), self._seen.solve(), self._kept()
         prior = self._prior
         return LoadCost(max(0.0, prior.fixed_s + kept * x * fixed), max(0.0, prior.token_s + kept * z * token))
+
+
+class FixedLimit(BreakEven):
+    """Configured number of tokens; what is measured changes nothing."""
+
+    is_measured = False
+
+    def __init__(self, min_tokens: int) -> None:
+        super().__init__()
+        self._min_tokens = min_tokens
+
+    @property
+    def min_tokens(self) -> int:
+        return self._min_tokens
+
+    def costs(self) -> Costs | None:
+        return None
 
 
 def running_mean(old: float | None, new: float) -> float:

@@ -8,7 +8,6 @@ without a ready set, the chunk is not saved.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -32,23 +31,24 @@ class _Set:
 
 class SetSupply:
     """Allocator of one tenant: one set is being filled and up to `spares_max` are ready, for a long prompt may fill
-    several in one step."""
+    several in one step. used_s: when a chunk was last meant for it. room: back-off after no set could be created."""
 
-    def __init__(self, slots: int, spares_max: int) -> None:
+    def __init__(self, slots: int, spares_max: int, tenant: str = "") -> None:
         self.slots = slots
+        self.tenant = tenant
+        self.used_s = 0.0
+        self.room = Backoff()
         self._spares_max = spares_max
         self._lock = threading.Lock()
+        self._sets: dict[int, _Set] = {}  # those that are not settled; without a taken slot: ready
         self._current: _Set | None = None
-        self._spares: deque[_Set] = deque()
-        self._full: list[_Set] = []
-        self._reopened: deque[_Set] = deque()  # full sets of which slots stayed blank
         self._missed_s: float | None = None
 
     def is_coming(self, now_s: float) -> bool:
         """Return True if no set is ready but one is expected within SET_COMES_S of the first such call, so that chunks
         which can wait should do so."""
         with self._lock:
-            if self._current is not None or self._reopened or self._spares:
+            if self._current is not None or self._ready() is not None:
                 return False
             self._missed_s = now_s if self._missed_s is None else self._missed_s
             return now_s - self._missed_s < SET_COMES_S
@@ -56,20 +56,27 @@ class SetSupply:
     def take(self, now_s: float) -> tuple[int, int] | None:
         """Take a slot for one chunk: (set id, slot), to be passed to `answered` later. None when no set is ready."""
         with self._lock:
-            if self._current is None:
-                ready = self._reopened or self._spares
-                if not ready:
-                    return None
-                self._current = ready.popleft()
-            current = self._current
+            current = self._current = self._current or self._ready()
+            if current is None:
+                return None
             slot = current.returned.pop() if current.returned else current.taken
             current.taken = max(current.taken, slot + 1)
             current.pending += 1
-            if current.taken == self.slots and not current.returned:
+            if self._is_full(current):
                 current.full_since_s = now_s
-                self._full.append(current)
                 self._current = None
             return current.set_id, slot
+
+    def _is_full(self, one: _Set) -> bool:
+        return one.taken == self.slots and not one.returned
+
+    def _ready(self) -> _Set | None:
+        """Return the next set to fill: one of which slots stayed blank, or a new one."""
+        reopened = (one for one in self._sets.values() if one.taken and not self._is_full(one))
+        return next(reopened, None) or next(iter(self._spares()), None)
+
+    def _spares(self) -> list[_Set]:
+        return [one for one in self._sets.values() if not one.taken]
 
     def wants_set(self) -> bool:
         """True while another set is to be made ready: making one takes a moment.
@@ -80,91 +87,70 @@ class SetSupply:
         with self._lock:
             current = self._current
             is_half_gone = current is None or (current.taken - len(current.returned)) * 2 >= self.slots
-            return len(self._spares) < (self._spares_max if is_half_gone else self._spares_max - 1)
+            return len(self._spares()) < (self._spares_max if is_half_gone else self._spares_max - 1)
 
     @property
     def n_unused(self) -> int:
         """Count the sets of which no slot was taken."""
         with self._lock:
-            return len(self._spares)
+            return len(self._spares())
 
     @property
     def n_pending(self) -> int:
         """Count the chunks that took a slot and were not answered yet, of sets that are not settled."""
         with self._lock:
-            return sum(s.pending for s in self._sets())
+            return sum(one.pending for one in self._sets.values())
 
     def offer(self, set_id: int) -> None:
         """Add a new, registered set."""
         with self._lock:
-            self._spares.append(_Set(set_id))
+            self._sets[set_id] = _Set(set_id)
             self._missed_s = None
 
     def answered(self, set_id: int, slot: int, is_blank: bool) -> None:
         """Book that a chunk of the set was saved, or never will be; `is_blank`: nothing was written into its slot."""
         with self._lock:
-            for candidate in (self._current, *self._reopened, *self._full):
-                if candidate is None or candidate.set_id != set_id:
-                    continue
-                candidate.pending -= 1
+            of = self._sets.get(set_id)
+            if of is not None:
+                of.pending -= 1
                 if is_blank:
-                    candidate.returned.append(slot)
-                    if candidate in self._full:
-                        self._full.remove(candidate)
-                        self._reopened.append(candidate)
-                return
+                    of.returned.append(slot)
 
     def take_settled(self, now_s: float) -> list[int]:
         """Return the full sets that get no further records, each one once; the caller closes them."""
         with self._lock:
-            settled = [s for s in self._full if s.pending <= 0 or now_s - s.full_since_s >= SET_SETTLE_S]
-            self._full = [s for s in self._full if s not in settled]
-            return [s.set_id for s in settled]
+            full = [one for one in self._sets.values() if self._is_full(one)]
+            settled = [one.set_id for one in full if one.pending <= 0 or now_s - one.full_since_s >= SET_SETTLE_S]
+            for set_id in settled:
+                del self._sets[set_id]
+            return settled
 
     def set_ids(self) -> set[int]:
         """Return the ids of all sets that are not settled yet."""
         with self._lock:
-            return {s.set_id for s in self._sets()}
+            return set(self._sets)
 
     def bound_spares(self, spares_max: int) -> list[int]:
         """Keep so many sets ready at most from now on; return the ids of those that are too many."""
         with self._lock:
             self._spares_max = spares_max
-            return [self._spares.pop().set_id for _ in range(len(self._spares) - spares_max)]
+            surplus = [one.set_id for one in self._spares()[spares_max:]]
+            for set_id in surplus:
+                del self._sets[set_id]
+            return surplus
 
     def forget(self, lost: Collection[int]) -> int:
         """Stop using these sets, which are lost or were taken over by others. Return how many of them were in use."""
         with self._lock:
-            n_lost = sum(s.set_id in lost for s in self._sets())
             if self._current is not None and self._current.set_id in lost:
                 self._current = None
-            self._spares = deque(s for s in self._spares if s.set_id not in lost)
-            self._reopened = deque(s for s in self._reopened if s.set_id not in lost)
-            self._full = [s for s in self._full if s.set_id not in lost]
-            return n_lost
+            return sum(self._sets.pop(set_id, None) is not None for set_id in lost)
 
     def abandon(self) -> tuple[list[int], list[int]]:
         """Forget all sets. Return (ids of those with a taken slot, ids of those without)."""
         with self._lock:
-            sets = self._sets()
-            self._current = None
-            self._spares.clear()
-            self._reopened.clear()
-            self._full = []
-            return [s.set_id for s in sets if s.taken], [s.set_id for s in sets if not s.taken]
-
-    def _sets(self) -> list[_Set]:
-        return [s for s in (self._current, *self._reopened, *self._spares, *self._full) if s is not None]
-
-
-@dataclass(slots=True)
-class Side:
-    """Allocator of one tenant. room: back-off after no set could be created for it."""
-
-    tenant: str
-    supply: SetSupply
-    used_s: float
-    room: Backoff = field(default_factory=Backoff)
+            sets, self._sets, self._current = list(self._sets.values()), {}, None
+            return [one.set_id for one in sets if one.taken], [one.set_id for one in sets if not one.taken]
 
 
 class Supplies:
@@ -177,48 +163,48 @@ class Supplies:
         self.common = SetSupply(slots, spares_max)
         self._spares_max = max(1, spares_max // 4)
         self._lock = threading.Lock()
-        self._sides = {"": Side("", self.common, 0.0)}
+        self._sides = {"": self.common}
 
-    def of(self, tenant: str, now_s: float) -> Side:
+    def of(self, tenant: str, now_s: float) -> SetSupply:
         """Return the supply of a tenant, and mark it used."""
         with self._lock:
             side = self._sides.get(tenant)
             if side is None:
-                side = self._sides[tenant] = Side(tenant, SetSupply(self.slots, self._spares_max), now_s)
+                side = self._sides[tenant] = SetSupply(self.slots, self._spares_max, tenant)
             side.used_s = now_s
             return side
 
-    def sides(self) -> list[Side]:
+    def sides(self) -> list[SetSupply]:
         with self._lock:
             return list(self._sides.values())
 
     def want_sets(self, now_s: float) -> bool:
-        return any(side.supply.wants_set() and not side.room.is_resting(now_s) for side in self.sides())
+        return any(side.wants_set() and not side.room.is_resting(now_s) for side in self.sides())
 
     @property
     def n_unused(self) -> int:
         """Count the sets of which no slot was taken."""
-        return sum(side.supply.n_unused for side in self.sides())
+        return sum(side.n_unused for side in self.sides())
 
     def answered(self, set_id: int, slot: int, is_blank: bool) -> None:
         """See SetSupply; a set is in one of them."""
         for side in self.sides():
-            side.supply.answered(set_id, slot, is_blank)
+            side.answered(set_id, slot, is_blank)
 
     def take_settled(self, now_s: float) -> list[int]:
         settled = []
         for side in self.sides():
-            of_side = side.supply.take_settled(now_s)
+            of_side = side.take_settled(now_s)
             if of_side:
                 side.room.clear()  # once they are closed they may be what goes
             settled += of_side
         return settled
 
     def set_ids(self) -> set[int]:
-        return {set_id for side in self.sides() for set_id in side.supply.set_ids()}
+        return {set_id for side in self.sides() for set_id in side.set_ids()}
 
     def forget(self, lost: Collection[int]) -> int:
-        return sum(side.supply.forget(lost) for side in self.sides())
+        return sum(side.forget(lost) for side in self.sides())
 
     def bound_spares(self, spares_max: int) -> list[int]:
         """Keep so many sets ready at most, a quarter for each tenant; return the ids of those that are too many."""
@@ -227,7 +213,7 @@ class Supplies:
         return [
             set_id
             for side in self.sides()
-            for set_id in side.supply.bound_spares(self._spares_max if side.tenant else spares_max)
+            for set_id in side.bound_spares(self._spares_max if side.tenant else spares_max)
         ]
 
     def leave_idle(self, now_s: float) -> tuple[list[int], list[int], list[int]]:
@@ -237,11 +223,11 @@ class Supplies:
             idle = [
                 side
                 for side in self._sides.values()
-                if side.tenant and now_s - side.used_s >= TENANT_IDLE_S + (SET_SETTLE_S if side.supply.n_pending else 0)
+                if side.tenant and now_s - side.used_s >= TENANT_IDLE_S + (SET_SETTLE_S if side.n_pending else 0)
             ]
             for side in idle:
                 del self._sides[side.tenant]
-        busy = {side.tenant for side in idle if side.supply.n_pending}  # read once: an answer may come in between
+        busy = {side.tenant for side in idle if side.n_pending}  # read once: an answer may come in between
         answered, unused = _abandoned([side for side in idle if side.tenant not in busy])
         others, unused_too = _abandoned([side for side in idle if side.tenant in busy])
         return answered, others, unused + unused_too
@@ -251,11 +237,11 @@ class Supplies:
         return _abandoned(self.sides())
 
 
-def _abandoned(sides: list[Side]) -> tuple[list[int], list[int]]:
+def _abandoned(sides: list[SetSupply]) -> tuple[list[int], list[int]]:
     used: list[int] = []
     unused: list[int] = []
     for side in sides:
-        of_side = side.supply.abandon()
+        of_side = side.abandon()
         used += of_side[0]
         unused += of_side[1]
     return used, unused

@@ -137,7 +137,9 @@ class SharedLoads:
             end_tokens = begin + _shared(keys, load.keys) * chunk_tokens
             if best is not None and end_tokens <= best[0]:
                 continue
-            if self._is_worth_it(load, end_tokens - computed_tokens) and self._has_time(follower, load, now):
+            shared_tokens = end_tokens - computed_tokens
+            is_worth_it = load.n_tokens <= LENGTH_RATIO * shared_tokens or self.is_short(shared_tokens)
+            if is_worth_it and self._has_time(follower, load, now):
                 best = end_tokens, load
         if best is None:
             return False
@@ -147,9 +149,6 @@ class SharedLoads:
         follower.end_tokens, follower.load = best
         follower.wait_s, follower.computed_tokens = now, computed_tokens
         return True
-
-    def _is_worth_it(self, load: _Load, shared_tokens: int) -> bool:
-        return load.n_tokens <= LENGTH_RATIO * shared_tokens or self.is_short(shared_tokens)
 
     def _has_time(self, follower: _Follower, load: _Load, now_s: float) -> bool:
         """Return True unless the load is overdue, or the request has waited for too long or in vain."""

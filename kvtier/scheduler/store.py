@@ -216,7 +216,7 @@ class Store:
         if now_s < self._resume_at_s:
             return names.SKIPPED_RESTING
         side = self._keeper.supplies.of(chunk.tenant, now_s)
-        place = side.supply.take(now_s)
+        place = side.take(now_s)
         if place is not None:
             return place
         is_refused = bool(chunk.tenant) and side.room.is_resting(now_s)
@@ -231,7 +231,7 @@ class Store:
         """Return True if no set is ready for chunks of this tenant but one is expected soon."""
         now = self._clock()
         side = self._keeper.supplies.of(tenant, now)
-        return side.supply.is_coming(now) and not side.room.is_resting(now)
+        return side.is_coming(now) and not side.room.is_resting(now)
 
     def is_known(self, key: bytes) -> bool:
         """Return True if the chunk is believed to be stored or being saved."""
@@ -290,21 +290,17 @@ class Store:
         self._refused_until_s.clear()
 
     def forget_lost(self, keys: Sequence[bytes]) -> None:
-        """Allow chunks that the index no longer has to be saved again."""
+        """Allow chunks that the index no longer has to be saved again, unless they are still on their way there."""
         now = self._clock()
         for key in keys:
-            self._forget_lost(key, now)
+            known = self._known.get(key)
+            if known is not None and (known.is_stored or now - known.since_s > ANSWER_LOST_S):
+                del self._known[key]
 
     def close(self) -> None:
         """End the background duties. Every wait in it is bounded (I10)."""
         self._keeper.close()
         self._lookups.close()
-
-    def _forget_lost(self, key: bytes, now_s: float) -> None:
-        """Forget a key that the index no longer has, unless its record is still on its way there."""
-        known = self._known.get(key)
-        if known is not None and (known.is_stored or now_s - known.since_s > ANSWER_LOST_S):
-            del self._known[key]
 
     def _remember(self, key: bytes, known: _Known) -> None:
         self._known[key] = known

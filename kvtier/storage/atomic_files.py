@@ -6,6 +6,7 @@ import errno
 import os
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from kvtier.storage.safe_open import hand_over, open_plain
@@ -32,7 +33,8 @@ def create_once(path: Path, content: bytes) -> bytes:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            _create_exclusively(path, content)
+            with suppress(FileExistsError):
+                _fill(_create(path), content)
         finally:
             draft.unlink(missing_ok=True)
     return read_small(path)
@@ -71,14 +73,6 @@ def _write_draft(path: Path, content: bytes) -> Path:
         draft.unlink(missing_ok=True)
         raise
     return draft
-
-
-def _create_exclusively(path: Path, content: bytes) -> None:
-    try:
-        descriptor = _create(path)
-    except FileExistsError:
-        return
-    _fill(descriptor, content)
 
 
 def _create(path: Path) -> int:

@@ -83,6 +83,9 @@ class FileSystem:
     options: tuple[str, ...] = field(default=(), compare=False)
     source: str = field(default="", compare=False)
 
+    def __str__(self) -> str:
+        return f"{self.kind} mounted at {self.mount_point}"
+
     @property
     def visibility(self) -> Visibility:
         return _VISIBILITY.get(self.kind, Visibility.FLUSHED)
@@ -180,7 +183,8 @@ def mounted_at(path: str, mountinfo: str | None = None) -> FileSystem:
     best = FileSystem("unknown", False, "/")
     for found in _mounts(_own_mountinfo() if mountinfo is None else mountinfo):
         # The later of two mounts at one place hides the earlier, hence >=.
-        if _lies_under(path, found.mount_point) and len(found.mount_point) >= len(best.mount_point):
+        is_below = path == found.mount_point or path.startswith(found.mount_point.rstrip("/") + "/")
+        if is_below and len(found.mount_point) >= len(best.mount_point):
             best = found
     return best
 
@@ -213,7 +217,3 @@ def _mounts(mountinfo: str) -> list[FileSystem]:
 def _unescape(text: str) -> str:
     """Decode space, tab, newline and backslash, which the kernel writes as three octal digits."""
     return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text)
-
-
-def _lies_under(path: str, mount_point: str) -> bool:
-    return path == mount_point or path.startswith(mount_point.rstrip("/") + "/")

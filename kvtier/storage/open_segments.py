@@ -13,6 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from kvtier.format.record import SegmentHeader
 from kvtier.runtime.file_descriptors import close_file, most_open, register
@@ -52,25 +53,29 @@ class OpenSegment:
             return True if fault.errno in GONE else None
 
 
-class Descriptors:
-    """Thread-safe. `open_file` opens a segment and reads its header, and returns None when there is no such file.
-    `before_close` is called with each descriptor that had a user, and must not wait."""
+class OpenSegments:
+    """Descriptors of the segments that `_open_file` opens. Thread-safe. `before_close` is called with each descriptor
+    that had a user, and must not wait."""
 
-    def __init__(
-        self,
-        open_file: Callable[[Name], tuple[int, SegmentHeader] | None],
-        before_close: Callable[[int], None] = lambda fd: None,
-    ) -> None:
-        self._open_file = open_file
+    def __init__(self, before_close: Callable[[int], None] = lambda fd: None) -> None:
         self._before_close = before_close
         self._open: OrderedDict[Name, OpenSegment] = OrderedDict()
         self._lock = threading.Lock()
         self._most_open = most_open(OPEN_FILES_MAX)
         register(self)
 
-    def lease(self, name: Name, *, for_writing: bool = False) -> OpenSegment | None:
-        """Return the segment, open, or None when it is gone. Raises as `open_file` does. A segment that is written is
-        asked for its name each time: what goes into an unlinked file is lost."""
+    def _open_file(self, name: Name) -> tuple[int, SegmentHeader] | None:
+        """Open a segment and read its header. Return None when there is no such file."""
+        raise NotImplementedError
+
+    def lease(self, set_id: int, part: int, *, for_writing: bool = False) -> OpenSegment | None:
+        """Return the segment, open until its `release`; None when there is no such file. A segment that is written is
+        asked for its name each time: what goes into an unlinked file is lost.
+
+        Raises Corrupt when the file is not the segment that its name says; TierUnavailable also without the folder or
+        in another one, as on a mount that is away: its files are not gone.
+        """
+        name = set_id, part
         segment = self._take(name)
         if segment is not None:
             if self._has_name(segment, for_writing):
@@ -97,15 +102,20 @@ class Descriptors:
             segment.checked_s = now_s
         return True
 
-    def lease_anew(self, name: Name) -> OpenSegment | None:
-        """Lease the segment through a descriptor that is opened after this call: an open one may show stale bytes."""
-        segment = self._take(name)
+    def lease_anew(self, set_id: int, part: int) -> OpenSegment | None:
+        """Lease the segment through a descriptor that is opened after this call, and drop its pages from the page
+        cache: both may hold bytes from before another node wrote."""
+        open_one = self._take((set_id, part))
+        if open_one is not None:
+            self._forget((set_id, part), open_one)
+            open_one.release()
+        segment = self.lease(set_id, part)
         if segment is not None:
-            self._forget(name, segment)
-            segment.release()
-        return self.lease(name)
+            with suppress(OSError):  # a file system without page cache
+                os.posix_fadvise(segment.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return segment
 
-    def set_ids(self) -> set[int]:
+    def open_sets(self) -> set[int]:
         """Return the ids of the sets that have a segment open here."""
         with self._lock:
             return {set_id for set_id, _ in self._open}

@@ -396,12 +396,6 @@ def default_capacity(root: Path) -> int:
     return capacity_bytes // CAPACITY_UNIT * CAPACITY_UNIT or capacity_bytes
 
 
-def _described(path: Path) -> str:
-    """Describe kind and mount point without a call to the file system."""
-    found = mounted_at(os.path.abspath(path))
-    return f"{found.kind} mounted at {found.mount_point}"
-
-
 def _full(path: Path, needed_bytes: int) -> ConfigError:
     disk = os.statvfs(nearest(path))
     space = FreeSpace.of(disk)
@@ -444,7 +438,7 @@ def _config_error(path: Path, error: OSError, needed_bytes: int) -> ConfigError:
     elif error.errno in NOT_ANSWERING:
         fix = (
             f"its storage does not answer: {error.strerror} ({error.filename}); mend the file system "
-            f"({_described(path)}), then start this again"
+            f"({mounted_at(os.path.abspath(path))}), then start this again"
         )
     elif error.errno in NO_DESCRIPTOR:
         fix = f"{error.strerror}{limit_hint(error)}"

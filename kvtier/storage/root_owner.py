@@ -182,8 +182,9 @@ def claim(folder: Path, mine: Owner) -> None:
     path = folder / OWNER_FILE
     theirs = _parse(path, create_once(path, mine.to_json(folder)))
     check_claim(folder, theirs, mine)
+    assert theirs.node is not None and mine.node is not None
     has_new_index = mine.index_path is not None and theirs.index_path is None
-    if has_new_index or _boot_of(theirs) != _boot_of(mine):  # the next pod may be known by the boot alone
+    if has_new_index or theirs.node.boot != mine.node.boot:  # the next pod may be known by the boot alone
         replace_small(path, Owner(mine.node, mine.index_path or theirs.index_path).to_json(folder))
 
 
@@ -196,10 +197,6 @@ def check_claim(folder: Path, theirs: Owner, mine: Owner) -> None:
             f"Set index.path to that, or, to move it, stop all engines on this root and remove {folder / OWNER_FILE}"
         )
         raise ConfigError("index.path", str(mine.index_path), fix)
-
-
-def _boot_of(owner: Owner) -> str:
-    return "" if owner.node is None else owner.node.boot
 
 
 def claim_shared(folder: Path, root_id: str = "") -> str:

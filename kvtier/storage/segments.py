@@ -15,7 +15,8 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -26,7 +27,7 @@ from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import STRIPES_MAX, SegmentHeader, is_blank, parts_of, stripes_of
 from kvtier.runtime.file_descriptors import close_file, with_descriptors
 from kvtier.storage.filesystem import FULL, IN_MEMORY, file_system_of
-from kvtier.storage.open_segments import Descriptors, OpenSegment
+from kvtier.storage.open_segments import OpenSegment, OpenSegments
 from kvtier.storage.safe_open import folder_within, is_plain, once_free
 
 SUFFIX = ".kvseg"
@@ -69,10 +70,10 @@ class NeverBegun(Corrupt):
     """A segment whose writer died before it wrote the header: no record was ever in it."""
 
 
-class SegmentFiles:
+class SegmentFiles(OpenSegments):
     """Segments in one folder. Thread-safe; descriptors are shared, counted, and closed when long unused.
 
-    Raises TierUnavailable where the file system refuses (full, read-only, gone). before_close: see Descriptors.
+    Raises TierUnavailable where the file system refuses (full, read-only, gone). before_close: see OpenSegments.
     is_in_place: whether the folder's root is the one that was opened; asked when a segment is missing.
     flushes: other nodes see what is written only after fdatasync, which `create` calls for the header.
     """
@@ -89,7 +90,7 @@ class SegmentFiles:
         self._flushes = flushes
         self._is_in_place = is_in_place
         self._flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
-        self._descriptors = Descriptors(self._open_file, before_close)
+        super().__init__(before_close)
 
     def create(self, header: SegmentHeader) -> None:
         """Make a whole segment of empty slots. One that exists with this very header will do.
@@ -98,21 +99,18 @@ class SegmentFiles:
         """
         self.close_unlinked()
         name = segment_name(header.set_id, header.part)
-        try:
-            with folder_within(self.folder) as folder:
-                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags
-                try:
-                    fd = with_descriptors(lambda: os.open(name, flags, 0o600, dir_fd=folder))
-                except FileExistsError:
-                    return
-                try:
-                    self._fill_and_close(fd, header)
-                except OSError:
-                    with suppress(OSError):  # a sweep finds it
-                        os.unlink(name, dir_fd=folder)
-                    raise
-        except OSError as fault:
-            raise _unavailable(self.folder / name, fault) from fault
+        with _unavailable(self.folder / name), folder_within(self.folder) as folder:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags
+            try:
+                fd = with_descriptors(lambda: os.open(name, flags, 0o600, dir_fd=folder))
+            except FileExistsError:
+                return
+            try:
+                self._fill_and_close(fd, header)
+            except OSError:
+                with suppress(OSError):  # a sweep finds it
+                    os.unlink(name, dir_fd=folder)
+                raise
 
     def _fill_and_close(self, fd: int, header: SegmentHeader) -> None:
         try:
@@ -131,38 +129,9 @@ class SegmentFiles:
         if self._flushes:
             os.fdatasync(fd)
 
-    def lease(self, set_id: int, part: int, *, for_writing: bool = False) -> OpenSegment | None:
-        """Return the segment, open until its `release`; None when there is no such file. See `Descriptors.lease`.
-
-        Raises Corrupt when the file is not the segment that its name says; TierUnavailable also without the folder or
-        in another one, as on a mount that is away: its files are not gone.
-        """
-        return self._descriptors.lease((set_id, part), for_writing=for_writing)
-
-    def lease_anew(self, set_id: int, part: int) -> OpenSegment | None:
-        """Lease the segment through a descriptor that is opened after this call, and drop its pages from the page
-        cache: both may hold bytes from before another node wrote."""
-        segment = self._descriptors.lease_anew((set_id, part))
-        if segment is not None:
-            with suppress(OSError):  # a file system without page cache
-                os.posix_fadvise(segment.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return segment
-
     def is_there(self) -> bool:
         """Return whether the folder exists in the root that was opened: else a missing file is not gone."""
         return self.folder.is_dir() and self._is_in_place()
-
-    def open_sets(self) -> set[int]:
-        """Return the ids of the sets that have a segment open here."""
-        return self._descriptors.set_ids()
-
-    def close_sets(self, set_ids: Collection[int]) -> None:
-        """Close the segments of sets that were removed, so that their space becomes free."""
-        self._descriptors.close_sets(set_ids)
-
-    def close_unlinked(self) -> None:
-        """Close the segments that the file system says were unlinked."""
-        self._descriptors.close_unlinked()
 
     def trim_rank(self, set_id: int, rank: int, slots_used: int) -> None:
         """Trim all files of a rank: see `trim`."""
@@ -171,45 +140,41 @@ class SegmentFiles:
 
     def trim(self, set_id: int, part: int, slots_used: int) -> None:
         """Give back the space of the set's slots from `slots_used` on, which no writer will fill any more."""
-        segment = self.lease(set_id, part)
-        if segment is None:
-            return
-        try:
-            if os.fstat(segment.fd).st_size > segment.header.bytes_up_to(slots_used):
+        with self._leased(set_id, part) as segment:
+            if segment is not None and os.fstat(segment.fd).st_size > segment.header.bytes_up_to(slots_used):
                 os.ftruncate(segment.fd, segment.header.bytes_up_to(slots_used))
-        except OSError as fault:
-            raise _unavailable(self.folder / segment_name(set_id, part), fault) from fault
-        finally:
-            segment.release()
 
     def erase(self, set_id: int, part: int, slots: Iterable[int]) -> bool:
         """Blank the header pages of slots, so that no rebuild of the index reads their records. Return False if the
         file is missing."""
-        segment = self.lease(set_id, part)
-        if segment is None:
-            return False
-        try:
-            offsets = [segment.header.slot_offset(slot) for slot in slots]
-            for offset in offsets:
+        with self._leased(set_id, part) as segment:
+            if segment is None:
+                return False
+            for offset in [segment.header.slot_offset(slot) for slot in slots]:
                 if any(_read_page(segment.fd, offset)):  # else a write might need space that a full disk has not
                     _write_page(segment.fd, bytes(PAGE_BYTES), offset)
             if self._flushes:
                 os.fdatasync(segment.fd)
             return True
-        except OSError as fault:
-            raise _unavailable(self.folder / segment_name(set_id, part), fault) from fault
+
+    @contextmanager
+    def _leased(self, set_id: int, part: int) -> Iterator[OpenSegment | None]:
+        segment = self.lease(set_id, part)
+        try:
+            with _unavailable(self.folder / segment_name(set_id, part)):
+                yield segment
         finally:
-            segment.release()
+            if segment is not None:
+                segment.release()
 
     def ids(self) -> list[tuple[int, int]]:
         """Return (set id, part) of every segment in the folder, in order."""
-        try:
-            with folder_within(self.folder) as folder:
-                names = os.listdir(folder)
-        except FileNotFoundError:
-            return []
-        except OSError as fault:
-            raise _unavailable(self.folder, fault) from fault
+        with _unavailable(self.folder):
+            try:
+                with folder_within(self.folder) as folder:
+                    names = os.listdir(folder)
+            except FileNotFoundError:
+                return []
         return sorted(parsed for name in names if (parsed := parse_segment_name(name)))
 
     def sets(self) -> list[tuple[int, list[int]]]:
@@ -234,11 +199,6 @@ class SegmentFiles:
     def set_bytes_of(self, set_id: int) -> int:
         """Return the bytes that the files of one set take on disk."""
         return sum(self.part_bytes(set_id).values())
-
-    def bytes_of(self, set_id: int, part: int) -> int:
-        """Return the bytes of the file on disk; 0 when it is gone."""
-        status = self._status(set_id, part)
-        return 0 if status is None else status.st_blocks * 512
 
     def age_s(self, set_id: int, part: int, now_s: float) -> float:
         """Return the seconds since the segment was last written; 0 when it is gone."""
@@ -279,25 +239,20 @@ class SegmentFiles:
         self.close_sets({set_id})
         close_in_process(self.folder, set_id)
         name = segment_name(set_id, part)
-        try:
-            with folder_within(self.folder) as folder:
-                os.unlink(name, dir_fd=folder)
-        except FileNotFoundError:
-            return False
-        except OSError as fault:
-            raise _unavailable(self.folder / name, fault) from fault
+        with _unavailable(self.folder / name):
+            try:
+                with folder_within(self.folder) as folder:
+                    os.unlink(name, dir_fd=folder)
+            except FileNotFoundError:
+                return False
         return True
-
-    def close(self) -> None:
-        self._descriptors.close()
 
     def pages(self, set_id: int, part: int) -> Iterator[tuple[int, bytes]]:
         """Yield (slot, header page) of the slots that the file has, but for those in a hole. For rebuild and verify."""
-        segment = self.lease(set_id, part)
-        if segment is None:
-            return
-        header = segment.header
-        try:
+        with self._leased(set_id, part) as segment:
+            if segment is None:
+                return
+            header = segment.header
             size, slot = os.fstat(segment.fd).st_size, header.stripe
             while slot < header.slots and header.slot_offset(slot) + PAGE_BYTES <= size:
                 page = _read_page(segment.fd, header.slot_offset(slot))
@@ -305,14 +260,10 @@ class SegmentFiles:
                 slot += header.stripes
                 if not any(page):
                     slot = _next_with_data(segment.fd, header, slot)
-        except OSError as fault:
-            raise _unavailable(self.folder / segment_name(set_id, part), fault) from fault
-        finally:
-            segment.release()
 
     def _open_file(self, name: tuple[int, int]) -> tuple[int, SegmentHeader] | None:
         path = self.folder / segment_name(*name)
-        try:
+        with _unavailable(path):
             with folder_within(self.folder) as folder:
                 try:
                     if not is_plain(os.stat(path.name, dir_fd=folder, follow_symlinks=False)):
@@ -323,25 +274,20 @@ class SegmentFiles:
                         return None
                     what = "that is not in the root that was opened; is its file system mounted?"
                     raise TierUnavailable(f"{path}: {what}") from None
-        except OSError as fault:
-            raise _unavailable(path, fault) from fault
-        try:
-            if not is_plain(os.fstat(fd)):  # it was put there just now
-                raise Corrupt(f"{path}: is not a plain file")
-            os.set_blocking(fd, True)
-            page = _read_page(fd, 0)
-            if is_blank(page):
-                raise NeverBegun(f"{path}: its writer died before the header")
-            header = SegmentHeader.unpack(page)
-            if (header.set_id, header.part) != name or header.namespace.hex() != self.folder.name:
-                named = segment_name(header.set_id, header.part)
-                raise Corrupt(f"{path}: was renamed or copied: its header names {named}")
-        except OSError as fault:
-            close_file(fd)
-            raise _unavailable(path, fault) from fault
-        except BaseException:
-            close_file(fd)
-            raise
+            try:
+                if not is_plain(os.fstat(fd)):  # it was put there just now
+                    raise Corrupt(f"{path}: is not a plain file")
+                os.set_blocking(fd, True)
+                page = _read_page(fd, 0)
+                if is_blank(page):
+                    raise NeverBegun(f"{path}: its writer died before the header")
+                header = SegmentHeader.unpack(page)
+                if (header.set_id, header.part) != name or header.namespace.hex() != self.folder.name:
+                    named = segment_name(header.set_id, header.part)
+                    raise Corrupt(f"{path}: was renamed or copied: its header names {named}")
+            except BaseException:
+                close_file(fd)
+                raise
         return fd, header
 
 
@@ -359,7 +305,9 @@ def close_in_process(folder: Path, set_id: int) -> None:
     with _folders_lock:
         found = list(_folders)
     for folders in found:
-        folders.close_sets_in(folder, {set_id})
+        for files in folders.made():
+            if files.folder == folder:
+                files.close_sets({set_id})
 
 
 class SegmentFolders:
@@ -381,9 +329,7 @@ class SegmentFolders:
     ) -> None:
         self.sharing = sharing
         self._folder = folder
-        self._is_in_place = is_in_place
-        self._before_close = before_close
-        self._direct = direct
+        self._make = partial(SegmentFiles, direct=direct, before_close=before_close, is_in_place=is_in_place)
         self._check = check
         self._known: dict[bytes, SegmentFiles] = {}
         self._lock = threading.Lock()
@@ -397,35 +343,28 @@ class SegmentFolders:
             return known
         self._check(namespace)
         with self._lock:
-            folder = self._folder / namespace.hex()
-            made = SegmentFiles(folder, self._direct, self._before_close, self._is_in_place, self.sharing.flushes)
+            made = self._make(self._folder / namespace.hex(), flushes=self.sharing.flushes)
             return self._known.setdefault(namespace, made)
 
     def open_sets(self) -> set[int]:
         """Return the ids of the sets that have a segment open here."""
-        return {set_id for files in self._files() for set_id in files.open_sets()}
+        return {set_id for files in self.made() for set_id in files.open_sets()}
 
     def close_sets(self, set_ids: Collection[int]) -> None:
         """Close the segments of sets that were removed, so that their space becomes free."""
-        for files in self._files():
+        for files in self.made():
             files.close_sets(set_ids)
-
-    def close_sets_in(self, folder: Path, set_ids: Collection[int]) -> None:
-        """Close the segments of sets in the folder of one namespace."""
-        for files in self._files():
-            if files.folder == folder:
-                files.close_sets(set_ids)
 
     def close_unlinked(self) -> None:
         """Close the segments that the file system says were unlinked."""
-        for files in self._files():
+        for files in self.made():
             files.close_unlinked()
 
     def close(self) -> None:
-        for files in self._files():
+        for files in self.made():
             files.close()
 
-    def _files(self) -> list[SegmentFiles]:
+    def made(self) -> list[SegmentFiles]:
         with self._lock:
             return list(self._known.values())
 
@@ -453,39 +392,35 @@ def _next_with_data(fd: int, header: SegmentHeader, slot: int) -> int:
     return max(slot, (data - PAGE_BYTES) // header.slot_bytes * header.stripes + header.stripe)
 
 
-def _unavailable(path: Path, fault: OSError) -> TierUnavailable:
-    is_full = fault.errno in FULL
-    return TierUnavailable(f"{path}: {fault.strerror}", is_full=is_full)
+@contextmanager
+def _unavailable(path: Path) -> Iterator[None]:
+    """Raise TierUnavailable in place of OSError."""
+    try:
+        yield
+    except OSError as fault:
+        raise TierUnavailable(f"{path}: {fault.strerror}", is_full=fault.errno in FULL) from fault
 
 
 def direct_io_works(folder: Path) -> bool:
     """Return whether a direct write and read of one page succeed in `folder`. Raises TierUnavailable when no write
     does."""
     path = folder / f".direct-io-probe-{uuid.uuid4().hex}"
-    try:
+    with _unavailable(folder):
         for flag in (os.O_DIRECT, 0):
             try:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flag, 0o600)
-            except OSError as fault:
-                if flag and fault.errno == errno.EINVAL:
-                    path.unlink(missing_ok=True)  # it may have been made all the same
-                    continue
-                raise
-            try:
-                _write_page(fd, bytes(PAGE_BYTES))
-                _read_page(fd, 0)
-                return bool(flag)
+                try:
+                    _write_page(fd, bytes(PAGE_BYTES))
+                    _read_page(fd, 0)
+                    return bool(flag)
+                finally:
+                    close_file(fd)
             except OSError as fault:
                 if not flag or fault.errno != errno.EINVAL:
                     raise
             finally:
-                close_file(fd)
-                path.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)  # it may have been made although open failed
         raise AssertionError("the buffered attempt returns or raises")
-    except OSError as fault:
-        raise _unavailable(folder, fault) from fault
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def fallocate(fd: int, n_bytes: int) -> None:

@@ -26,21 +26,17 @@ T = TypeVar("T")
 def in_time(root: Path, what: str, work: Callable[[], T]) -> T:
     """Return or raise what `work` does, within TIMEOUT_S. Raises ConfigError after that."""
     result = begin("start", work)
+    mount = mounted_at(os.path.abspath(root))
     if not wait([result], SAID_AFTER_S).done:
-        _say(root, f"{what}; it ends after {TIMEOUT_S:.0f} s if that does not change", SAID_AFTER_S)
+        text = (
+            "the start waits for the storage of root %s (%s) since %.0f s: %s; it ends after %.0f s if that does not "
+            "change"
+        )
+        log.warning(text, root, mount, SAID_AFTER_S, what, TIMEOUT_S)
     if not wait([result], max(0.0, TIMEOUT_S - SAID_AFTER_S)).done:
         fix = (
-            f"its storage does not answer ({_mount(root)}): {what} took more than {TIMEOUT_S:.0f} s; mend or mount the "
-            "file system anew, then start this again, or choose another root"
+            f"its storage does not answer ({mount}): {what} took more than {TIMEOUT_S:.0f} s; mend or mount the file "
+            "system anew, then start this again, or choose another root"
         )
         raise ConfigError("root", str(root), fix)
     return result.result()
-
-
-def _say(root: Path, what: str, waited_s: float) -> None:
-    log.warning("the start waits for the storage of root %s (%s) since %.0f s: %s", root, _mount(root), waited_s, what)
-
-
-def _mount(root: Path) -> str:
-    found = mounted_at(os.path.abspath(root))
-    return f"{found.kind} mounted at {found.mount_point}"

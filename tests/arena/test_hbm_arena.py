@@ -130,7 +130,7 @@ def test_without_it_nothing_stays(tmp_path: Path, engines: list[LazyEngine]) -> 
     save(engine)
     load(engine)
     load(engine)
-    assert len(engine.staging._table) == 0
+    assert engine.staging.used_slots == 0
 
 
 def test_a_slot_is_not_given_away_while_its_scatter_is_to_come(tmp_path: Path, engines: list[LazyEngine]) -> None:
@@ -213,7 +213,7 @@ def test_slow_storage_takes_no_slot_from_the_next_steps(tmp_path: Path, engines:
         begin_save(engine, list(range(1000 * step, 1000 * step + 64 * 5)))
         engine.jobs.loop.drain(10)
         assert engine.transfers[0].poll().saves == [], "a chunk was skipped"
-        free = engine.staging._table.available
+        free = engine.staging.available
         assert free == engine.staging.n_slots - 3, "loads miss slots"
     engine.run_all()
     done = engine.transfers[0].poll().saves

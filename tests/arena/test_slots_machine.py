@@ -55,7 +55,7 @@ class SlotsMachine(RuleBasedStateMachine):
         for key, (slot, content) in zip(keys, claimed, strict=False):
             if content is not None:
                 assert (slot, content) == self.cached[key], "another chunk's slot was given (I2)"
-                self.table.release([(slot, key)])
+                self.table.release(slot, key)
                 continue
             assert slot not in self.filling and slot not in self.in_use, "a slot was given out twice"
             self.filling.add(slot)
@@ -66,7 +66,7 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule(slot=consumes(reserved), key=st.sampled_from(KEYS))
     def commit(self, slot: int, key: bytes) -> None:
         self.serial += 1
-        was_there = key in self.table
+        was_there = key in self.table._cached
         assert self.table.commit([(slot, key, f"content {self.serial}")]) == [not was_there]
         self.filling.remove(slot)
         if not was_there:
@@ -74,12 +74,12 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @rule(slot=consumes(reserved))
     def discard(self, slot: int) -> None:
-        self.table.discard([slot])
+        self.table.discard(slot)
         self.filling.remove(slot)
 
     @rule(target=leases, key=st.sampled_from(KEYS))
     def lease(self, key: bytes) -> object:
-        (found,) = self.table.lease([key])
+        found = self.table.lease(key)
         assert (found is not None) == (key in self.cached)
         if found is None:
             return multiple()
@@ -90,7 +90,7 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule(lease=consumes(leases))
     def release(self, lease: tuple[int, bytes]) -> None:
         slot, key = lease
-        self.table.release([(slot, key)])
+        self.table.release(slot, key)
         self.in_use[slot] -= 1
         if not self.in_use[slot]:
             del self.in_use[slot]
@@ -99,7 +99,7 @@ class SlotsMachine(RuleBasedStateMachine):
     def drop(self, key: bytes) -> None:
         self.table.drop(key)
         self.cached.pop(key, None)
-        assert key not in self.table
+        assert key not in self.table._cached
 
     @invariant()
     def every_slot_is_in_one_state(self) -> None:

@@ -19,7 +19,7 @@ from kvtier.config.settings import CONFIG_VARIABLE
 from kvtier.eviction.evictor import EvictionResult, Evictor
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.io.ring import FlushOp, sizes_for
-from kvtier.scheduler.engine_report import Latency, TopPrefix, WorkerReport
+from kvtier.scheduler.engine_report import Times, TopPrefix, WorkerReport
 from kvtier.storage.filesystem import FileSystem
 from kvtier.storage.root import CAPACITY_UNIT, default_capacity
 from tests.cli.asking import CHUNKS, TOKENS, printed, printed_json, refused
@@ -123,6 +123,8 @@ def report(config: Path) -> None:
     index = LmdbIndex(str(root_of(config) / "v2" / "index"))
     index.bind(root_of(config) / "v2")
     now = time.time()
+    lookup = Times()
+    lookup.add(0.002)
     counters = {"lookup_tokens": 400.0, "hit_tokens": 300.0, "load_bytes": 1e9}
     made = WorkerReport(
         owner="gpu-01-7",
@@ -139,7 +141,7 @@ def report(config: Path) -> None:
         interval_s=5.0,
         counters=counters,
         recent=counters,
-        lookup=Latency().plus(0.002),
+        lookup=lookup.latency(),
         read_ceiling_bytes_s=2e9,
         top_prefixes=(TopPrefix(key="01" * 16, tokens=320, hits=9),),
     )

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.config.index import IndexSettings
+from kvtier.config.index import BreakerSettings, IndexSettings
 from kvtier.index.base import Index
-from kvtier.index.circuit_breaker import Breaker, BreakerPlan
+from kvtier.index.circuit_breaker import Breaker
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
 from kvtier.index.redis.index import RedisIndex
@@ -82,5 +82,5 @@ class TestGuarded(IndexSuite):
 
     @pytest.fixture
     def index(self) -> Index:
-        breaker = Breaker(BreakerPlan(1, 60.0, 60.0), random.Random(1))
+        breaker = Breaker(BreakerSettings(failures=1, pause_first_ms=60000, pause_max_ms=60000), random.Random(1))
         return GuardedIndex(MemoryIndex(), breaker, QueueBounds(0, 0), Metrics())

@@ -17,7 +17,7 @@ from kvtier.format.record import STRIPES_MAX, RecordHeader, SegmentHeader, parts
 from kvtier.index import entry
 from kvtier.index.base import Location
 from kvtier.index.redis.index import RedisIndex
-from kvtier.maintenance.record_read import RecordVerdict, judge
+from kvtier.maintenance.record_check import RecordVerdict, judge
 from kvtier.storage.segments import SegmentFiles, segment_name
 from tests.engines.fleet_prompts import CHUNK_TOKENS, prompt
 

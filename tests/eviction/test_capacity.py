@@ -319,4 +319,4 @@ def test_a_set_is_closed_although_the_index_failed_once(tmp_path: Path, monkeypa
     for number in range(5):
         engine.save(tokens_of(number), BLOCKS)
     supply = engine.store._keeper.supplies.common
-    wait_until(lambda: sum(info.is_open for info in engine.store._keeper._index.sets()) <= 1 + len(supply._spares))
+    wait_until(lambda: sum(info.is_open for info in engine.store._keeper._index.sets()) <= 1 + supply.n_unused)

@@ -294,7 +294,7 @@ def save_for(engine: Engine, tenant: str, number: int, wait_s: float = 20.0) -> 
     engine.store.expect(tenant)
     side = engine.store._keeper.supplies.of(tenant, time.time())
     deadline = time.monotonic() + wait_s
-    while side.supply.wants_set() and time.monotonic() < deadline:
+    while side.wants_set() and time.monotonic() < deadline:
         time.sleep(0.01)
     engine.prefill(tokens_of(number), BLOCKS)
     keys = engine.keys(tokens_of(number))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvtier.eviction.choice import FUTURE_S, FutureTimes
 from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Rules
-from kvtier.eviction.lru import FUTURE_S, FutureTimes
 from kvtier.index.base import SetInfo, Use
 from kvtier.index.memory import MemoryIndex
 

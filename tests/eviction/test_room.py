@@ -187,7 +187,7 @@ def test_saving_resumes_soon_after_the_disk_has_room(tmp_path: Path) -> None:
 
 def test_sets_kept_ready_are_an_eighth_of_what_there_is_room_for() -> None:
     supplies = Supplies(4, 8)
-    tenant = supplies.of("red", 0.0).supply
+    tenant = supplies.of("red", 0.0)
     for set_id in range(8):
         supplies.common.offer(set_id)
     for set_id in range(8, 10):

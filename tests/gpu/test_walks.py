@@ -38,7 +38,7 @@ def engines(tmp_path: Path) -> Iterator[list[Engine]]:
         for arena in (worker.arena, worker.host):
             assert arena is not None
             arena.check()
-            assert arena._table.available == arena._table.n_slots, "a slot was lost"
+            assert arena.available == arena.n_ready, "a slot was lost"
         engine.close()
 
 
@@ -46,7 +46,7 @@ def start(root: Path, made: list[Engine], order: CudaOrder | None = None, **chan
     engine = Engine(root, geometry(dtype="bfloat16", element_bytes=2), device="cuda", changes=CUDA | changes)
     worker = engine.transfers[0]._worker
     deadline = time.monotonic() + 20
-    while worker.host is not None and worker.host._table.n_slots < worker.host.n_slots:
+    while worker.host is not None and worker.host.n_ready < worker.host.n_slots:
         assert time.monotonic() < deadline, "the host arena is not pinned"
         time.sleep(0.01)
     if order is not None:

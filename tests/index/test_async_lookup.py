@@ -13,7 +13,7 @@ from kvtier.connectors.faults import Faults
 from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.errors import IndexUnavailable
 from kvtier.index import async_lookup
-from kvtier.index.async_lookup import ANSWER_KEPT_S, PENDING_MAX, WAIT_S, InBackground, InPlace, LookupResult
+from kvtier.index.async_lookup import ANSWER_KEPT_S, PENDING_MAX, WAIT_S, InBackground, LookupResult, Lookups
 from kvtier.index.memory import MemoryIndex
 from kvtier.runtime.threads import ThreadJobs
 from kvtier.scheduler.load_threshold import FixedLimit
@@ -195,7 +195,7 @@ def test_a_failed_lookup_is_no_answer_and_what_finds_no_room_asks_again() -> Non
     jobs.run()
     assert lookups.resolve([b"a"]) == LookupResult([], 0.0, is_answer=False)
     assert lookups.resolve([b"b"]) is None and jobs.pending() == 1
-    assert InPlace(index, Clock()).resolve([b"a"]) == LookupResult([], 0.0, is_answer=False)
+    assert Lookups(index, Clock()).resolve([b"a"]) == LookupResult([], 0.0, is_answer=False)
 
 
 def test_questions_nobody_comes_back_for_are_bounded() -> None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from kvtier.config.index import BreakerSettings
 from kvtier.errors import ConfigError, IndexRefused
 from kvtier.eviction.choice import Selection
 from kvtier.eviction.evictor import Evictor
 from kvtier.index import entry
 from kvtier.index.base import EVICT_LEASE, IndexCounts, NewRecord, Use
-from kvtier.index.circuit_breaker import Breaker, BreakerPlan
+from kvtier.index.circuit_breaker import Breaker
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.redis.index import RedisIndex
 from kvtier.runtime.metrics import INDEX_FAST_FAILS, INDEX_PAUSES, PUBLISH_SENT_LATE, Metrics
@@ -83,7 +84,10 @@ def test_a_redis_that_takes_nothing_costs_no_hits(servers: list[Server], fault: 
     index, metrics = RedisIndex(index_settings(url)), Metrics()
     index.bind("a root")
     guard = GuardedIndex(
-        index, Breaker(BreakerPlan(1, 60.0, 60.0), random.Random(1)), QueueBounds(99, 1 << 20), metrics
+        index,
+        Breaker(BreakerSettings(failures=1, pause_first_ms=60000, pause_max_ms=60000), random.Random(1)),
+        QueueBounds(99, 1 << 20),
+        metrics,
     )
     assert guard.create_set(set_info(1)) and guard.publish(records(1)) == CHUNKS
     keys = [each.key for each in records(1)]

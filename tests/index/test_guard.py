@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from kvtier.config.index import BreakerSettings
 from kvtier.errors import IndexRefused, IndexUnavailable, StaleLease
 from kvtier.index.base import EVICT_LEASE, NewRecord
-from kvtier.index.circuit_breaker import Breaker, BreakerPlan
+from kvtier.index.circuit_breaker import Breaker
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
 from kvtier.runtime import metrics as names
@@ -19,7 +20,7 @@ from tests.waiting import wait_until
 
 from index_data import key, record, set_info
 
-PLAN = BreakerPlan(failures=3, pause_first_s=1.0, pause_max_s=8.0)
+PLAN = BreakerSettings(failures=3, pause_first_ms=1000, pause_max_ms=8000)
 
 
 class Flaky(MemoryIndex):
@@ -120,7 +121,7 @@ def test_after_the_pause_one_call_tries_and_the_pause_doubles_up_to_the_longest(
 
 
 def test_while_one_tries_the_others_fail_at_once() -> None:
-    breaker = Breaker(BreakerPlan(1, 1.0, 1.0), random.Random(1))
+    breaker = Breaker(BreakerSettings(failures=1, pause_first_ms=1000, pause_max_ms=1000), random.Random(1))
     assert breaker.allows(0.0) and breaker.failed(0.0, 0.0)
     assert breaker.allows(2.0)
     assert not breaker.allows(2.0) and not breaker.allows(100.0)
@@ -129,7 +130,7 @@ def test_while_one_tries_the_others_fail_at_once() -> None:
 
 def test_calls_that_fall_into_one_silence_are_one_failure() -> None:
     """A server that was not heard of for a moment costs those who asked then, not all who come in a pause after it."""
-    breaker = Breaker(BreakerPlan(2, 1.0, 1.0), random.Random(1))
+    breaker = Breaker(BreakerSettings(failures=2, pause_first_ms=1000, pause_max_ms=1000), random.Random(1))
     for began_s in (0.0, 0.1, 0.2):
         assert breaker.allows(began_s)
     assert not any(breaker.failed(began_s, began_s + 0.3) for began_s in (0.0, 0.1, 0.2)) and not breaker.is_open

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.index.circuit_breaker import Breaker, BreakerPlan
+from kvtier.config.index import BreakerSettings
+from kvtier.index.circuit_breaker import Breaker
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.open import LOOKUP_THREADS, open_lookups
 from kvtier.index.redis.index import RedisIndex
@@ -51,7 +52,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 )
 def test_lookups_do_not_wait_for_a_name_server(hanging: threading.Event, url: str) -> None:
     index = RedisIndex(index_settings(url))
-    breaker = Breaker(BreakerPlan(3, 0.5, 15.0), random.Random(1))
+    breaker = Breaker(BreakerSettings(failures=3, pause_first_ms=500, pause_max_ms=15000), random.Random(1))
     lookups = open_lookups(GuardedIndex(index, breaker, QueueBounds(10, 10_000), Metrics()))
     for number in range(LOOKUP_THREADS + 2):  # also when all threads hang
         began = time.monotonic()

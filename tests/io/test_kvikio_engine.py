@@ -19,7 +19,7 @@ from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io import kvikio as kvikio_engine
 from kvtier.io import kvikio_files
 from kvtier.io.cufile import cufile_state, nvidia_fs_loaded
-from kvtier.io.kvikio import KvikioReader, KvikioSizes
+from kvtier.io.kvikio import KvikioReader
 from kvtier.io.kvikio_files import load_kvikio
 from kvtier.io.ring import AlignedBuffer, OpResult, ReadOp
 
@@ -53,7 +53,7 @@ def _reader(kvikio: FakeKvikio, target: AlignedBuffer) -> Iterator[KvikioReader]
 
 
 def reader_of(kvikio: FakeKvikio, target: AlignedBuffer, threads: int = 2) -> KvikioReader:
-    return KvikioReader((target.address, target.n_bytes), KvikioSizes(threads, PIECE), load=lambda: kvikio)
+    return KvikioReader((target.address, target.n_bytes), threads, PIECE, load=lambda: kvikio)
 
 
 def gated(kvikio: FakeKvikio) -> threading.Event:

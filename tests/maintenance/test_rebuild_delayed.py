@@ -11,7 +11,7 @@ import pytest
 from kvtier.errors import IndexUnavailable
 from kvtier.index.base import Location
 from kvtier.maintenance import rebuild as read_back
-from kvtier.maintenance.record_read import RecordVerdict
+from kvtier.maintenance.record_check import RecordVerdict
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.storage.segments import SegmentFiles, parse_segment_name
 from tests.maintenance.test_delayed_sweeps import Clock

@@ -15,8 +15,8 @@ import torch
 
 from kvtier.cli import main
 from kvtier.index.base import Location
-from kvtier.maintenance import record_read
-from kvtier.maintenance.record_read import RecordVerdict, judge
+from kvtier.maintenance import record_check
+from kvtier.maintenance.record_check import RecordVerdict, judge
 from kvtier.storage.segments import SegmentFiles, parse_segment_name
 from tests.scheduler.test_slow_writers import housekeeper
 from tests.support.rig import Engine
@@ -118,7 +118,7 @@ def test_a_record_is_compared_with_its_sums(
     saved: tuple[SegmentFiles, Path, bytes, Location], piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, path, key, location = saved
-    monkeypatch.setattr(record_read, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(record_check, "PIECE_BYTES", piece_bytes)
     assert judge(files, key, location) is RecordVerdict.AS_SUMMED
     assert judge(files, bytes(16), location) is not RecordVerdict.AS_SUMMED
     assert judge(files, key, location._replace(slot=0)) is not RecordVerdict.AS_SUMMED

@@ -22,9 +22,9 @@ from kvtier.scheduler.engine_report import (
     TOP_PREFIXES,
     About,
     ArenaFill,
-    Latency,
     RankFigures,
     Reporter,
+    Times,
     WorkerReport,
 )
 from tests.scheduler.test_slow_writers import by_hand
@@ -144,9 +144,10 @@ def test_too_long_a_note_is_not_parsed() -> None:
 
 @given(st.lists(st.floats(0, 20), min_size=1, max_size=50), st.floats(0, 1))
 def test_quantiles_lie_in_the_right_bucket(seconds: list[float], fraction: float) -> None:
-    latency = Latency()
+    times = Times()
     for value in seconds:
-        latency = latency.plus(value)
+        times.add(value)
+    latency = times.latency()
     assert sum(latency.counts) == len(seconds) and latency.sum_s == pytest.approx(sum(seconds))
     rank = min(len(seconds) - 1, max(0, -(-fraction * len(seconds) // 1) - 1))
     exact = sorted(seconds)[int(rank)]

@@ -226,7 +226,8 @@ def test_what_is_published_while_an_index_is_rebuilt_stays(
     def fill_and_close() -> None:
         assert told(writer, tokens_of(2, 4)) == {SaveOutcome.SAVED}
         keeper = writer.store._keeper
-        wait_until(lambda: not keeper.supplies.common._full and not keeper._done_with.to_close)
+        common = keeper.supplies.common
+        wait_until(lambda: not any(map(common._is_full, common._sets.values())) and not keeper._done_with.to_close)
 
     then = once(fill_and_close)
     monkeypatch.setattr(ReadBack, "_records", lambda *args: (list(read(*args)), then())[0])

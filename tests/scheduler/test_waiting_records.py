@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.config.index import BreakerSettings
 from kvtier.errors import IndexUnavailable
 from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.set_removal import Remover
 from kvtier.index.base import Index, NewRecord, SetInfo
-from kvtier.index.circuit_breaker import Breaker, BreakerPlan
+from kvtier.index.circuit_breaker import Breaker
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
 from kvtier.maintenance.sweeper import ORPHAN_GRACE_S, Housekeeper
@@ -36,7 +37,7 @@ class Writer:
         worker = self.engine.transfers[0]._worker
         self.index: Index = worker.index
         self.is_down = True
-        breaker = Breaker(BreakerPlan(10**6, 0.1, 0.1), random.Random(1))
+        breaker = Breaker(BreakerSettings(failures=10**6, pause_first_ms=100, pause_max_ms=100), random.Random(1))
         self.guard = GuardedIndex(self.index, breaker, QueueBounds(1000, 1 << 20), Metrics())
         object.__setattr__(worker, "index", self.guard)
         publish = self.index.publish

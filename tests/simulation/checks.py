@@ -28,7 +28,8 @@ from kvtier.format.record import RecordHeader, SegmentHeader, record_bytes
 from kvtier.index import entry
 from kvtier.index.base import UNOWNED, Location, NewRecord, SetInfo
 from kvtier.io.native import slab_checksums
-from kvtier.maintenance.consistency_check import Disagreement, check_agreement
+from kvtier.maintenance.consistency_check import check_agreement
+from kvtier.maintenance.scrub import Finding
 from kvtier.storage.segments import segment_name
 from kvtier.worker.read_plan import place_in_file
 from tests.simulation.engine import JOBS_MAX, EngineProcess
@@ -218,11 +219,11 @@ class Checks:
                 if arena is None:
                     continue
                 try:
-                    arena._table.check()
+                    arena.check()
                 except AssertionError as fault:
                     yield "a slot is in no state, or in two (I3)", str(fault)
-                if arena._table.n_slots != arena.n_slots:
-                    yield "slots were added while it ran (I7)", str(arena._table.n_slots)
+                if arena.n_ready != arena.n_slots:
+                    yield "slots were added while it ran (I7)", str(arena.n_ready)
             saver = transfer._saver
             if (
                 not 0 <= saver.n_gathered <= saver.bounds.gathered_max
@@ -282,7 +283,7 @@ class Checks:
             if not self._was_covered(found):
                 self._violate(f"index and segments disagree: {found}")
 
-    def _was_covered(self, found: Disagreement) -> bool:
+    def _was_covered(self, found: Finding) -> bool:
         """Whether it is a record that the index had no need of, because others of unlike cuts (layers here, heads
         there) made up the chunk, and some of those were evicted since: what is left is part of a chunk."""
         if found.what != "not in the index" or found.slot is None:
@@ -310,10 +311,10 @@ class Checks:
             if len(worker.quarantine):
                 yield "late I/O was never taken back"
             for arena in (worker.arena, worker.host):
-                if arena is not None and arena._table.available != arena.n_slots:
-                    yield f"{arena.n_slots - arena._table.available} of {arena.n_slots} slots were lost (I3)"
+                if arena is not None and arena.available != arena.n_slots:
+                    yield f"{arena.n_slots - arena.available} of {arena.n_slots} slots were lost (I3)"
             for files in worker.files._known.values():
-                if any(segment.users for segment in files._descriptors._open.values()):
+                if any(segment.users for segment in files._open.values()):
                     yield "a segment was still in use"
 
 

@@ -12,6 +12,7 @@ from kvtier.arena.admission import Admission, Admissions
 from kvtier.arena.arena import Arena
 from kvtier.codecs.base import slab_bytes
 from kvtier.codecs.raw import RawCodec
+from kvtier.config.index import BreakerSettings
 from kvtier.config.settings import Admit
 from kvtier.connectors.bridge import SchedulerBridge, WorkerBridge
 from kvtier.connectors.faults import Faults
@@ -21,9 +22,9 @@ from kvtier.eviction.evictor import Evictor
 from kvtier.format.geometry import PAGE_BYTES, RankShare, share_of_rank
 from kvtier.format.namespace import CodecId, Namespace
 from kvtier.format.record import record_bytes
-from kvtier.index.async_lookup import InBackground, InPlace, Lookups
+from kvtier.index.async_lookup import InBackground, Lookups
 from kvtier.index.base import Index
-from kvtier.index.circuit_breaker import Breaker, BreakerPlan
+from kvtier.index.circuit_breaker import Breaker
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.io.engines import Engines
 from kvtier.io.ring import AlignedBuffer
@@ -150,7 +151,7 @@ class EngineProcess:
         """Changes a bit of a cached chunk that nobody is reading."""
         worker = rng.choice(self.workers)
         arena = rng.choice([arena for arena in (worker.arena, worker.host) if arena is not None])
-        idle = [cached for cached in arena._table._cached.values() if not cached.leases]
+        idle = [cached for cached in arena._cached.values() if not cached.leases]
         if not idle:
             return False
         cached = rng.choice(idle)
@@ -177,7 +178,7 @@ class EngineProcess:
         index: Index = SimIndex(self.place.index, self.process, ahead_s)  # type: ignore[assignment]
         if not self.place.index.is_remote:
             return index
-        plan = BreakerPlan(failures=3, pause_first_s=0.2, pause_max_s=5.0)
+        plan = BreakerSettings(failures=3, pause_first_ms=200, pause_max_ms=5000)
         breaker = Breaker(plan, random.Random(rng.getrandbits(32)))
         guard = GuardedIndex(index, breaker, QueueBounds(64, 1 << 20), metrics, self._monotonic)
         guard.start()
@@ -213,7 +214,7 @@ class EngineProcess:
     def _open_lookups(self, index: Index) -> Lookups:
         if self.place.index.is_remote:
             return InBackground(index, self._jobs("lookup", 2), self._monotonic)
-        return InPlace(index, self._monotonic)
+        return Lookups(index, self._monotonic)
 
     def _open_transfer(self, number: int, rng: random.Random) -> Transfer:
         place, build, share = self.place, self.build, self.shares[number]

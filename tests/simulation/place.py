@@ -15,15 +15,13 @@ from functools import lru_cache, partial
 from typing import Any
 from unittest.mock import patch
 
-import kvtier.arena.arena
+import kvtier.arena.slot_table
 import kvtier.eviction.set_removal
 import kvtier.index.async_lookup
 import kvtier.index.guard
 import kvtier.index.lmdb.environment
 import kvtier.index.lmdb.index
-import kvtier.index.lmdb.locks
 import kvtier.maintenance.record_check
-import kvtier.maintenance.record_read
 import kvtier.maintenance.sweeper
 import kvtier.runtime.file_descriptors
 import kvtier.scheduler.background
@@ -63,7 +61,7 @@ THREADED = (
     kvtier.scheduler.segment_allocator,
     kvtier.storage.stuck_files,
     kvtier.worker.record_reader,
-    kvtier.arena.arena,
+    kvtier.arena.slot_table,
     kvtier.storage.open_segments,
     kvtier.storage.segments,
     kvtier.worker.context,
@@ -71,7 +69,6 @@ THREADED = (
 TIMED = (
     kvtier.maintenance.sweeper,
     kvtier.index.lmdb.environment,
-    kvtier.index.lmdb.locks,
     kvtier.storage.atomic_files,
     kvtier.storage.open_segments,
     kvtier.storage.safe_open,
@@ -92,7 +89,7 @@ ON_DISK = (
     kvtier.maintenance.sweeper,
     kvtier.runtime.file_descriptors,
     kvtier.storage.open_segments,
-    kvtier.maintenance.record_read,
+    kvtier.maintenance.record_check,
     kvtier.storage.segments,
 )
 LOCAL_DISK, SHARED_DISK = FileSystem("ext4", False, "/"), FileSystem("nfs4", True, "/")
@@ -160,6 +157,6 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
         put_function(kvtier.storage.open_segments, "register", lambda pool: None)
         put_function(kvtier.storage.segments, "close_in_process", lambda folder, set_id: None)
         put_function(kvtier.index.async_lookup, "_Lookup", ask)
-        put_function(kvtier.scheduler.engine_report, "_own_version", lambda: "simulated")
+        put_function(kvtier.scheduler.engine_report, "installed", lambda name: "simulated")
         put(Namespace, "canonical_json", lru_cache(Namespace.canonical_json))  # asked for in every tick
         yield

@@ -76,7 +76,7 @@ def test_upkeep_leaves_a_root_of_others_alone(tmp_path: Path) -> None:
     v2.mkdir()
     (v2 / OWNER_FILE).write_text(json.dumps(theirs | {"node": {"host": "other", "machine": "other"}}))
     upkeep.clock = lambda: time.time() + 1e6  # the engine is long gone, by this
-    for duty in (upkeep.sweep, upkeep.rebuild, upkeep.free_bytes, lambda: upkeep.close_set(before[0].set_id)):
+    for duty in (upkeep.sweep, upkeep.rebuild, upkeep.free_space, lambda: upkeep.close_set(before[0].set_id)):
         with pytest.raises(TierUnavailable, match="it belongs to node other"):
             duty()
     assert index.sets() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,19 @@ from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import Extent
 from kvtier.format.record import SegmentHeader
 from kvtier.storage import open_segments
-from kvtier.storage.open_segments import Descriptors
+from kvtier.storage.open_segments import OpenSegments
 
 HEADER = SegmentHeader(bytes(16), 1, 0, 1, 8192, Extent(0, 1, 0, 1), 4096, 0)
+
+
+class Opened(OpenSegments):
+    def __init__(
+        self,
+        open_file: Callable[[tuple[int, int]], tuple[int, SegmentHeader] | None],
+        before_close: Callable[[int], None] = lambda fd: None,
+    ) -> None:
+        super().__init__(before_close)
+        self._open_file = open_file  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +44,8 @@ def test_a_segment_that_another_node_unlinked_is_opened_anew(
         opened.append(os.open(tmp_path, os.O_RDONLY))
         return opened[-1], HEADER
 
-    files = Descriptors(open_file)
-    first = files.lease((1, 0))
+    files = Opened(open_file)
+    first = files.lease(1, 0)
     assert first is not None
     stale, fstat = first.fd, os.fstat  # still in use, so that its number is not given to another file
 
@@ -44,7 +55,7 @@ def test_a_segment_that_another_node_unlinked_is_opened_anew(
         return fstat(fd)
 
     monkeypatch.setattr(os, "fstat", answer)
-    second = files.lease((1, 0))
+    second = files.lease(1, 0)
     assert second is not None and second.fd == opened[1] != stale
     for segment in (first, second):
         segment.release()
@@ -66,8 +77,8 @@ def test_storage_that_does_not_tell_is_left_alone_by_housekeeping_and_opened_ane
             raise TierUnavailable("not connected")
         return os.open(tmp_path, os.O_RDONLY), HEADER
 
-    files = Descriptors(open_file)
-    first, fstat = files.lease((1, 0)), os.fstat
+    files = Opened(open_file)
+    first, fstat = files.lease(1, 0), os.fstat
     assert first is not None
     dead = first.fd
 
@@ -81,10 +92,10 @@ def test_storage_that_does_not_tell_is_left_alone_by_housekeeping_and_opened_ane
     assert not first.is_forgotten
     is_mounted = False
     with pytest.raises(TierUnavailable):
-        files.lease((1, 0))
+        files.lease(1, 0)
     is_mounted = True
-    second = files.lease((1, 0))
-    assert second is not None and second.fd != dead and second is files.lease((1, 0))
+    second = files.lease(1, 0)
+    assert second is not None and second.fd != dead and second is files.lease(1, 0)
     for segment in (first, second, second):
         segment.release()
     files.close()
@@ -104,15 +115,15 @@ def test_who_else_knows_a_descriptor_is_told_before_it_is_closed(
         told.append(fd)
 
     monkeypatch.setattr(open_segments, "OPEN_FILES_MAX", 1)
-    files = Descriptors(lambda name: (os.open(tmp_path, os.O_RDONLY), HEADER), before_close)
+    files = Opened(lambda name: (os.open(tmp_path, os.O_RDONLY), HEADER), before_close)
     opened: list[int] = []
     for number in range(3):
-        segment = files.lease((number, 0))
+        segment = files.lease(number, 0)
         assert segment is not None
         opened.append(segment.fd)
         segment.release()
     assert told == opened[:2]  # beyond the bound
-    segment = files.lease((2, 0))
+    segment = files.lease(2, 0)
     assert segment is not None and segment.fd == opened[2]
     files.close()
     assert told == opened[:2]

@@ -261,10 +261,10 @@ class Storm:
                 yield "a chunk was left"
             for arena in {id(a): a for a in (worker.arena, worker.host) if a is not None}.values():
                 arena.check()
-                if arena._table.available != arena.n_slots:
-                    yield f"{arena.n_slots - arena._table.available} slots were lost"
+                if arena.available != arena.n_slots:
+                    yield f"{arena.n_slots - arena.available} slots were lost"
             for files in worker.files._known.values():
-                if any(segment.users for segment in files._descriptors._open.values()):
+                if any(segment.users for segment in files._open.values()):
                     yield "a segment is still in use"
 
     def _load_everything(self) -> None:

@@ -118,7 +118,7 @@ def hang_in_open(files: SegmentFiles, reader: StormyReader) -> None:
             time.sleep(2 * reader.timeout_s)
         return opened(name)
 
-    files._descriptors._open_file = hang
+    files._open_file = hang
 
 
 def lose_answers(index: Index, reader: StormyReader) -> None:
@@ -151,7 +151,7 @@ def watch_copies(worker: WorkerContext, reader: StormyReader) -> None:
 def flip_in_memory(arena: ChunkArena, rng: random.Random) -> bool:
     """Changes one byte of a cached chunk that nobody is reading."""
     with arena._lock:
-        idle = [entry for entry in arena._table._cached.values() if not entry.leases]
+        idle = [entry for entry in arena._cached.values() if not entry.leases]
         if not idle:
             return False
         entry = rng.choice(idle)

@@ -36,7 +36,7 @@ def all_given_back() -> Iterator[list[LazyEngine]]:
 
 def _has_all(engine: LazyEngine, arena: Any) -> bool:
     engine.worker.quarantine.sweep()
-    return arena._table.available == arena._table.n_slots
+    return arena.available == arena.n_ready
 
 
 def start(root: Path, made: list[LazyEngine], out: Left | None = None, **options: object) -> LazyEngine:

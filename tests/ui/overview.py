@@ -19,7 +19,7 @@ from kvtier.admin.answers import (
     Worker,
 )
 from kvtier.admin.figures import workers_of
-from kvtier.scheduler.engine_report import ArenaFill, Latency, TopPrefix, WorkerReport
+from kvtier.scheduler.engine_report import ArenaFill, Latency, Times, TopPrefix, WorkerReport
 from kvtier.server.schemas import Deployment, History, HistoryPoint, Overview
 
 AT_S = 1_795_000_000.0
@@ -29,10 +29,10 @@ GIB, TIB = 1 << 30, 1 << 40
 
 
 def latency(middle_s: float, count: int, seed: int) -> Latency:
-    found, rng = Latency(), random.Random(seed)
+    times, rng = Times(), random.Random(seed)
     for _ in range(count):
-        found = found.plus(rng.lognormvariate(math.log(middle_s), 0.6))
-    return found
+        times.add(rng.lognormvariate(math.log(middle_s), 0.6))
+    return times.latency()
 
 
 def summary(found: Latency, times: int) -> LatencySummary:

@@ -114,7 +114,7 @@ def _reader(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.
 def has_all(transfer: Transfer) -> bool:
     transfer.tidy()
     arena = transfer._worker.arena
-    return arena._table.available == arena.n_slots
+    return arena.available == arena.n_slots
 
 
 def segments_of(root: Path, reader: Engine) -> tuple[Path, Path]:
@@ -202,5 +202,5 @@ def test_an_index_entry_of_which_one_bit_changed_is_no_hit(tmp_path: Path) -> No
         changed[bit // 8] ^= 1 << bit % 8
         assert not is_hit(bytes(changed))
     transfer.tidy()
-    assert arena._table.available == arena.n_slots and not transfer._loader._fetches
+    assert arena.available == arena.n_slots and not transfer._loader._fetches
     reader.close()

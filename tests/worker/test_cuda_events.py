@@ -206,6 +206,6 @@ def test_copies_that_the_driver_refuses_cost_no_slot(
     engine.run_all()
     (done,) = engine.transfers[0].poll().loads
     assert done.failed_blocks == (set(TARGET) if is_in_host else set())
-    assert engine.staging._table.available == engine.staging.n_slots
+    assert engine.staging.available == engine.staging.n_slots
     assert load(engine).failed_blocks == frozenset()
     assert is_equal(engine.blocks(TARGET), expected(engine))

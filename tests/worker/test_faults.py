@@ -166,7 +166,7 @@ def test_what_lies_before_a_lost_chunk_is_loaded(tmp_path: Path, how: str, arena
 
     def has_all() -> bool:
         reader.transfers[0].tidy()
-        return arena._table.available == arena.n_slots
+        return arena.available == arena.n_slots
 
     wait_until(has_all, "a slot that what was read ahead in vain returns")
     reader.close()

@@ -137,7 +137,7 @@ def test_an_open_that_hangs_holds_up_no_load_of_other_files(two_sets: Path, hang
     wait_until(lambda: not reader.load(FIRST, BLOCKS)[1][0].failed_blocks, timeout_s=20)
     arena = reader.transfers[0]._worker.arena
     reader.transfers[0].tidy()
-    assert arena._table.available == arena.n_slots
+    assert arena.available == arena.n_slots
     reader.close()
 
 
@@ -166,7 +166,7 @@ def test_a_save_that_hangs_ends_in_time_and_others_go_on(tmp_path: Path, hang: H
     engine = Engine(tmp_path, changes=changes())
     engine.wait_for_set()
     arena = engine.transfers[0]._worker.arena
-    first = engine.store._keeper.supplies.common._spares[0].set_id
+    first = engine.store._keeper.supplies.common._spares()[0].set_id
     hang.names = {segments_module.segment_name(first, 0)}
     hang.of(os if call == "open" else segments_module, call)
     writer = engine.transfers[0]._saver.writer
@@ -175,7 +175,7 @@ def test_a_save_that_hangs_ends_in_time_and_others_go_on(tmp_path: Path, hang: H
     done = saves(engine, 2, 10)
     assert {answer.outcome for answer in done} == {SaveOutcome.FAILED} and len(done) == 2
     assert TIMEOUT_S * 0.9 < time.monotonic() - started_s < TIMEOUT_S + 2 and hang.n_hanging == 1
-    assert arena._table.available == arena.n_slots, "its slots are free"
+    assert arena.available == arena.n_slots, "its slots are free"
     engine.store.saved(done)
     engine.store._keeper.supplies.forget({first})
     writer.disk.clear()
@@ -185,7 +185,7 @@ def test_a_save_that_hangs_ends_in_time_and_others_go_on(tmp_path: Path, hang: H
     assert outcomes == {SaveOutcome.SAVED}, "another thread took its place, and another set its own"
     hang.go_on()
     wait_until(lambda: not writer._batches)
-    assert engine.transfers[0].poll().saves == [] and arena._table.available >= arena.n_slots - 2
+    assert engine.transfers[0].poll().saves == [] and arena.available >= arena.n_slots - 2
     assert engine.load(FIRST, range(100, 108)) == (0, []), "what came late was not published"
     engine.close()
 
@@ -193,7 +193,7 @@ def test_a_save_that_hangs_ends_in_time_and_others_go_on(tmp_path: Path, hang: H
 def test_a_save_that_hangs_holds_up_no_save_of_another_set(tmp_path: Path, hang: Hang) -> None:
     engine = Engine(tmp_path, changes=changes())
     engine.wait_for_set()
-    first = engine.store._keeper.supplies.common._spares[0].set_id
+    first = engine.store._keeper.supplies.common._spares()[0].set_id
     hang.names = {segments_module.segment_name(first, 0)}
     hang.of(os, "open")
     begin_save(engine, FIRST, BLOCKS)
@@ -212,7 +212,7 @@ def test_a_save_that_hangs_holds_up_no_save_of_another_set(tmp_path: Path, hang:
 def test_saves_that_are_queued_behind_one_that_hangs_do_not_follow_it(tmp_path: Path, hang: Hang) -> None:
     engine = Engine(tmp_path, changes=changes())
     engine.wait_for_set()
-    hang.names = {segments_module.segment_name(engine.store._keeper.supplies.common._spares[0].set_id, 0)}
+    hang.names = {segments_module.segment_name(engine.store._keeper.supplies.common._spares()[0].set_id, 0)}
     hang.of(os, "open")
     started_s = time.monotonic()
     for number in range(4):

@@ -75,11 +75,11 @@ def test_a_hung_read_is_a_miss_in_time_and_its_slot_comes_back(tmp_path: Path) -
     assert 0.4 < time.monotonic() - started < 3.0
     assert answer.failed_blocks == frozenset(TARGET)
     arena = reader.transfers[0]._worker.arena
-    assert arena._table.available == arena.n_slots - 5, "slots of hung reads are not given to others (I10)"
+    assert arena.available == arena.n_slots - 5, "slots of hung reads are not given to others (I10)"
     assert reader.load(TOKENS, TARGET)[1][0].failed_blocks, "stalled storage is not asked again at once"
     ring.returned.set()
     reader.transfers[0].tidy()
-    assert arena._table.available == arena.n_slots
+    assert arena.available == arena.n_slots
     assert all(not tensor.any() for tensor in reader.blocks(TARGET)), "late bytes reached engine blocks"
     reader.close()
 
@@ -95,7 +95,7 @@ def test_a_hung_write_is_given_up_and_published_never(tmp_path: Path) -> None:
     ring.returned.set()
     engine.transfers[0].tidy()
     arena = engine.transfers[0]._worker.arena
-    assert arena._table.available == arena.n_slots
+    assert arena.available == arena.n_slots
     engine.close()
 
 
@@ -237,8 +237,6 @@ def test_a_hanging_open_is_a_miss_in_time_and_never_stops_the_engine(
         return opened(self, name)
 
     monkeypatch.setattr(SegmentFiles, "_open_file", hang)
-    for files in transfer._worker.files._known.values():
-        files._descriptors._open_file = files._open_file
     answers: list[str] = []
     for number in range(5):
         blocks = list(range(20 * number, 20 * number + 20))
@@ -260,7 +258,7 @@ def test_a_hanging_open_is_a_miss_in_time_and_never_stops_the_engine(
     assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset(), "storage that is back is used"
     arena = transfer._worker.arena
     transfer.tidy()
-    assert arena._table.available == arena.n_slots
+    assert arena.available == arena.n_slots
     reader.close()
 
 
@@ -291,7 +289,7 @@ def test_two_loads_never_wait_for_each_other(tmp_path: Path) -> None:
     arena = reader.transfers[0]._worker.arena
     arena.check()
     reader.transfers[0].tidy()
-    assert arena._table.available == arena.n_slots
+    assert arena.available == arena.n_slots
     reader.close()
 
 
@@ -341,7 +339,7 @@ def test_a_gather_that_raises_loses_no_slot_and_no_answer(tmp_path: Path) -> Non
     done = engine.transfers[0].poll().saves
     assert [answer.key for answer in done] == keys
     assert [answer.outcome for answer in done] == 4 * [SaveOutcome.FAILED] + [SaveOutcome.QUEUE_FULL]
-    assert worker.arena._table.available == worker.arena.n_slots
+    assert worker.arena.available == worker.arena.n_slots
     engine.store.saved(done)
     assert len(engine.save(TOKENS, BLOCKS)) == 5
     engine.close()

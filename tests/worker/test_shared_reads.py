@@ -90,7 +90,7 @@ class Readers:
     def all_is_given_back(self) -> bool:
         self.transfer.tidy()
         arena = self.worker.arena
-        return arena._table.available == arena.n_slots and not self.transfer._loader._fetches
+        return arena.available == arena.n_slots and not self.transfer._loader._fetches
 
 
 @pytest.fixture(name="readers")
@@ -186,7 +186,7 @@ def test_a_read_that_is_not_submitted_frees_no_slot_of_those_under_way(
 
     monkeypatch.setattr(readers.ring, "submit", submit_first)
     first = readers.ask("first", 16)
-    wait_until(lambda: arena._table.available == arena.n_slots - 1, "the second chunk gives its slot back", SOON_S)
+    wait_until(lambda: arena.available == arena.n_slots - 1, "the second chunk gives its slot back", SOON_S)
     readers.ring.let_go.set()
     assert readers.answer("first").failed_blocks == frozenset(first[4:])
 

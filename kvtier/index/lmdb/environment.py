@@ -22,6 +22,7 @@ Never open lock.mdb while LMDB has it open: closing the descriptor would release
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import threading
@@ -35,7 +36,6 @@ from typing import TypeVar
 import lmdb
 
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
-from kvtier.index.lmdb.locks import file_lock, held
 from kvtier.index.lmdb.process import open_with_another_id
 from kvtier.index.lmdb.view import Identity, OpenEnvironment, Work
 from kvtier.runtime.file_descriptors import close_file
@@ -54,6 +54,7 @@ _READERS_MAX = 1024  # concurrent read transactions; 64 bytes each
 _READERS_BYTES = 64 * (_READERS_MAX + 2)  # size of lock.mdb, with its head
 _GROWTH_MAX = 8  # a full map is doubled up to this many times the configured size
 RESERVE_BYTES = 16 << 20  # two removals of 512 records write up to 5 MB before LMDB reuses freed pages
+_POLL_MIN_S, _POLL_MAX_S = 20e-6, 2e-3  # interval between attempts, seconds; it doubles
 
 _BROKEN = (
     lmdb.InvalidError,
@@ -65,6 +66,38 @@ _BROKEN = (
 )
 _device_and_inode = attrgetter("st_dev", "st_ino")
 _WRONG_PATH = (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError)
+
+
+@contextlib.contextmanager
+def held(lock: threading.Lock, deadline: float) -> Iterator[None]:
+    """Hold a lock of threads. Raises IndexUnavailable at the deadline."""
+    if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        raise IndexUnavailable("the index is busy: another thread holds it")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def file_lock(descriptor: int, deadline: float) -> Iterator[None]:
+    """Hold a lock of processes. Raises IndexUnavailable at the deadline."""
+    # Polled: a POSIX lock has no wait with a deadline. Not `flock`: a forked child would hold it after its parent was
+    # killed.
+    pause_s = _POLL_MIN_S
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() >= deadline:
+                raise IndexUnavailable("the index is busy: another process holds its writer lock") from None
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, _POLL_MAX_S)
+    try:
+        yield
+    finally:
+        fcntl.lockf(descriptor, fcntl.LOCK_UN)
 
 
 class SharedEnvironment:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError, StaleLease
 from kvtier.index import entry, values
-from kvtier.index.base import EVICT_LEASE, UNOWNED, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
+from kvtier.index.base import EVICT_LEASE, UNOWNED, Index, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
 from kvtier.index.lmdb import environment
 from kvtier.index.lmdb.environment import Reopen
 from kvtier.index.lmdb.view import View
@@ -43,7 +43,7 @@ _SET_ID = struct.Struct(">Q")
 _MEMBER = struct.Struct(">QHI")
 
 
-class LmdbIndex:
+class LmdbIndex(Index):
     """See `kvtier.index.base.Index`."""
 
     def __init__(
@@ -204,12 +204,6 @@ class LmdbIndex:
 
         self._shared.write(work)
 
-    def shared_s(self, at_s: float) -> float:
-        return at_s
-
-    def local_s(self, at_s: float) -> float:
-        return at_s
-
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
         def work(view: View) -> int | None:
             lease = _get_lease(view, name).acquired(owner, now_s, ttl_s)
@@ -225,9 +219,7 @@ class LmdbIndex:
 
     def release_lease(self, name: str, owner: str) -> None:
         def work(view: View) -> None:
-            lease = _get_lease(view, name)
-            if lease.owner == owner:
-                view.put("leases", name.encode(), Lease(lease.token).pack())
+            view.put("leases", name.encode(), _get_lease(view, name).released(owner).pack())
 
         self._shared.write(work)
 

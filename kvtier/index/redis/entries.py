@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from redis.exceptions import NoScriptError, ResponseError
 
@@ -16,11 +16,18 @@ from kvtier.index.base import Location
 from kvtier.index.redis.keys import ADD_ENTRIES, REMOVE_ENTRIES, SCRIPTS, Keys, Script
 from kvtier.index.redis.wire import SCAN_KEYS, Argument, Request, Wire, unavailable
 
+T = TypeVar("T")
+
 CONFLICTS_MAX = 64  # rounds in which other engines change the same values first; each round, one of them succeeds
 BATCH_KEYS = 256  # keys of one script, which blocks the server for about half a millisecond
 
 Change = Callable[[bytes], bytes | None]  # old entry (b"": absent) -> new one (b"": removed), None: refused
 Swaps = Mapping[bytes, tuple[bytes, bytes]]  # name -> (expected value, new value); b"": absent
+
+
+def batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yield the items, BATCH_KEYS at a time."""
+    return (items[first : first + BATCH_KEYS] for first in range(0, len(items), BATCH_KEYS))
 
 
 class Caller:
@@ -137,17 +144,17 @@ class EntryTable:
         of_tag: dict[int, list[bytes]] = {}
         for key in swaps:
             of_tag.setdefault(self._keys.tag(key), []).append(key)
-        batches, requests = [], []
+        sent, requests = list[Sequence[bytes]](), []
         for tag, keys in of_tag.items():
             counts = self._keys.counts(tag)
-            for first in range(0, len(keys), BATCH_KEYS):
-                batch, arguments = keys[first : first + BATCH_KEYS], list[bytes]()
+            for batch in batches(keys):
+                arguments: list[bytes] = []
                 for old, new in map(swaps.__getitem__, batch):
                     n_added = len(entry.locations_of(new)) - len(entry.locations_of(old))
                     arguments += [old, new, b"%d" % n_added]
                 requests.append(Request(counts, script.call([counts, *map(self._keys.entry, batch)], arguments)))
-                batches.append(batch)
-        for batch, answer in zip(batches, self._caller.run(requests), strict=True):
+                sent.append(batch)
+        for batch, answer in zip(sent, self._caller.run(requests), strict=True):
             yield from zip(batch, answer, strict=True)
 
     def counts(self) -> tuple[int, int]:

@@ -14,10 +14,10 @@ from itertools import takewhile
 
 from kvtier.config.index import IndexSettings
 from kvtier.index import entry, values
-from kvtier.index.base import EVICT_LEASE, UNOWNED, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
+from kvtier.index.base import UNOWNED, Index, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
 from kvtier.index.redis.binding import Binding
 from kvtier.index.redis.clock import Clock, ServerClock
-from kvtier.index.redis.entries import BATCH_KEYS, Caller, EntryTable, adding, removing
+from kvtier.index.redis.entries import Caller, EntryTable, adding, batches, removing
 from kvtier.index.redis.keys import (
     ADD_MEMBERS,
     CLOSED,
@@ -34,14 +34,14 @@ from kvtier.index.redis.keys import (
     UNOWNED_LIST,
     Keys,
 )
-from kvtier.index.redis.tables import Fence, SetTable, Table
+from kvtier.index.redis.tables import SetTable, Table
 from kvtier.index.redis.wire import Request, Wire, open_wire
 from kvtier.index.values import Lease
 
 _REFUSED, _WAS_THERE, _ADDED = 0, 1, 2  # answers of ADD_MEMBERS
 
 
-class RedisIndex:
+class RedisIndex(Index):
     """See `kvtier.index.base.Index`. Connects when it is first used. clock: this node's clock, which callers' times are
     by; it may differ from the server's by any amount."""
 
@@ -65,10 +65,7 @@ class RedisIndex:
     # --- records ---
 
     def publish(self, records: Sequence[NewRecord], from_files: bool = False, into_unowned: bool = False) -> int:
-        return sum(
-            self._publish(records[first : first + BATCH_KEYS], into_unowned)
-            for first in range(0, len(records), BATCH_KEYS)
-        )
+        return sum(self._publish(batch, into_unowned) for batch in batches(records))
 
     def _publish(self, records: Sequence[NewRecord], into_unowned: bool) -> int:
         added = self._add_members(records, into_unowned)
@@ -76,7 +73,9 @@ class RedisIndex:
         changes = [(record.key, adding(record.location, record.whole)) for record, _ in taken]
         published = self._entries.change(changes, are_new=True)
         sets = {record.location.set_id for record, _ in taken}
-        still = dict(zip(sets, self._states(sets), strict=True))
+        names = [self._keys.list_of(set_id) for set_id in sets]
+        states = self._caller.run([Request(name, ("HGET", name, LIST_STATE)) for name in names])
+        still = dict(zip(sets, states, strict=True))
         n_published = 0
         undo, unlisted = [], []
         for (record, how), is_published in zip(taken, published, strict=True):
@@ -112,10 +111,6 @@ class RedisIndex:
     def _remove_members(self, locations: Sequence[Location]) -> None:
         names = [self._keys.list_of(location.set_id) for location in locations]
         self._caller.run([Request(name, ("HDEL", name, _field(at))) for name, at in zip(names, locations, strict=True)])
-
-    def _states(self, set_ids: Collection[int]) -> list[bytes | None]:
-        names = [self._keys.list_of(set_id) for set_id in set_ids]
-        return self._caller.run([Request(name, ("HGET", name, LIST_STATE)) for name in names])
 
     def retract(self, key: bytes, location: Location) -> bool:
         (is_removed,) = self._entries.change([(key, removing(entry.place(location)))], are_new=False)
@@ -161,29 +156,21 @@ class RedisIndex:
         listed: dict[bytes, bytes] = self._caller.one(name, "HGETALL", name)
         return [
             (key, location)
-            for (place, key), value in self._with_entries(_members(set_id, listed))
+            for batch in batches(_members(set_id, listed))
+            for (place, key), value in zip(batch, self._entries.get([key for _, key in batch]), strict=True)
             for location in entry.locations_of(value)
             if entry.place(location) == place
         ]
 
-    def _with_entries(
-        self, members: Sequence[tuple[entry.Place, bytes]]
-    ) -> Iterator[tuple[tuple[entry.Place, bytes], bytes | None]]:
-        for first in range(0, len(members), BATCH_KEYS):
-            batch = members[first : first + BATCH_KEYS]
-            yield from zip(batch, self._entries.get([key for _, key in batch]), strict=True)
-
     def remove_set(self, set_id: int, token: int | None = None) -> int:
-        fence = None if token is None else Fence(EVICT_LEASE, token)
         name = self._keys.list_of(set_id)
-        self._sets.begin_removal(set_id, fence)
+        self._sets.begin_removal(set_id, token)
         (flat,) = self._caller.run([Request(name, MARK_LIST.call([name], [CLOSED]))])
         members, removed = _members(set_id, dict(zip(flat[::2], flat[1::2], strict=True))), 0
-        for first in range(0, len(members), BATCH_KEYS):
-            batch = members[first : first + BATCH_KEYS]
+        for batch in batches(members):
             removed += sum(self._entries.change([(key, removing(place)) for place, key in batch], are_new=False))
         self._caller.one(name, "DEL", name)
-        self._sets.end_removal(set_id, fence)
+        self._sets.end_removal(set_id, token)
         return removed
 
     def touch(self, used: Mapping[int, Use]) -> None:
@@ -213,11 +200,7 @@ class RedisIndex:
         return Lease.unpack(self._leases.get(name.encode())).owner_at(server_s)
 
     def release_lease(self, name: str, owner: str) -> None:
-        def release(old: bytes) -> bytes:
-            lease = Lease.unpack(old)
-            return Lease(lease.token).pack() if lease.owner == owner else old
-
-        self._leases.change_one(name.encode(), release)
+        self._leases.change_one(name.encode(), lambda old: old and Lease.unpack(old).released(owner).pack())
 
     def put_note(self, name: str, value: bytes, expires_s: float | None) -> None:
         packed = values.pack_note(value, None if expires_s is None else self._clock.of(expires_s))
@@ -225,7 +208,7 @@ class RedisIndex:
 
     def notes(self, prefix: str, now_s: float) -> dict[str, bytes]:
         server_s, found = self._clock.of(now_s), self._notes.all()
-        expired = [name for name, packed in found.items() if not _is_utf8(name) or values.has_expired(packed, server_s)]
+        expired = [name for name, packed in found.items() if values.has_expired(packed, server_s) or _is_foreign(name)]
         if expired:  # except those that another engine has written again since
             self._notes.change(expired, lambda name, value: b"" if value == found[name] else value)
         names = sorted(found.keys() - set(expired))
@@ -246,7 +229,8 @@ class RedisIndex:
     def loss(self) -> Loss | None:
         """Return the loss: a shard has no data of this index, or the index was not rebuilt yet."""
         meta = self._keys.meta
-        asking = [Request(name, ("HGET", name, MADE)) for name in self._mark_of_each_shard()]
+        mark_of_shard = {self._wire.shard_of(name): name for name in reversed(self._marks())}
+        asking = [Request(name, ("HGET", name, MADE)) for name in mark_of_shard.values()]
         root_id, *marks = self._caller.run([Request(meta, ("HGET", meta, "root")), *asking])
         self._binding.check(root_id)
         if all(mark == DONE for mark in marks):
@@ -256,19 +240,12 @@ class RedisIndex:
         self._caller.run([Request(name, ("HSETNX", name, MADE, mine)) for name in names])
         return tuple(self._caller.run([Request(name, ("HGET", name, MADE)) for name in names]))
 
-    @property
-    def was_reset(self) -> bool:
-        return self.loss() is not None
-
     def rebuilt(self, loss: Loss | None) -> None:
         marks = zip(self._marks(), loss or (), strict=False)
         self._caller.run([Request(name, MARK_MADE.call([name], [mark, DONE])) for name, mark in marks if mark])
 
     def _marks(self) -> list[bytes]:
         return [self._keys.meta, *(self._keys.counts(tag) for tag in range(self._keys.tags))]
-
-    def _mark_of_each_shard(self) -> list[bytes]:
-        return list({self._wire.shard_of(name): name for name in reversed(self._marks())}.values())
 
     def clear(self) -> None:
         for pattern, kind in ((self._keys.entry_pattern, "string"), (self._keys.list_pattern, "hash")):
@@ -303,9 +280,5 @@ def _members(set_id: int, listed: Mapping[bytes, bytes]) -> list[tuple[entry.Pla
     return [((set_id, *PLACE.unpack(field)), key) for field, key in sorted(listed.items()) if field != LIST_STATE]
 
 
-def _is_utf8(name: bytes) -> bool:
-    try:
-        name.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+def _is_foreign(name: bytes) -> bool:
+    return name.decode(errors="ignore").encode() != name  # notes' names are UTF-8

@@ -5,21 +5,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from kvtier.errors import Corrupt, IndexUnavailable, StaleLease
 from kvtier.index import values
-from kvtier.index.base import SetInfo, Use
+from kvtier.index.base import EVICT_LEASE, SetInfo, Use
 from kvtier.index.redis.entries import Caller, Swaps, compare_and_swap
 from kvtier.index.redis.keys import ADD_TO_TABLE, CHANGE_TABLE, REGISTERED, REMOVING, SET_ID, TOKEN, Keys, Script
 from kvtier.index.redis.wire import Request
-
-
-class Fence(NamedTuple):
-    """Condition of a change: the lease still has this token."""
-
-    lease: str
-    token: int
 
 
 class Table:
@@ -43,27 +35,28 @@ class Table:
         self,
         fields: Sequence[bytes],
         change: Callable[[bytes, bytes], bytes],
-        fence: Fence | None = None,
+        token: int | None = None,
         script: Script = CHANGE_TABLE,
     ) -> dict[bytes, tuple[bytes, bytes]]:
         """Change fields. Return field -> (old value, new value); b"" is an absent field.
 
         change: (field, value) -> new value. script: ADD_TO_TABLE where a full server has to refuse the change.
-        Raises StaleLease, and changes nothing more, when the fence's lease has another token.
+        token: condition of the change, that EVICT_LEASE still has it. Raises StaleLease, and changes nothing more, when
+        it has another one.
         """
         if not fields:
             return {}
         found: Sequence[bytes | None] = self._caller.one(self.name, "HMGET", self.name, *fields)
         old = {field: value or b"" for field, value in zip(fields, found, strict=True)}
-        return compare_and_swap(old, change, partial(self._swap, script, fence), sends_unchanged=fence is not None)
+        return compare_and_swap(old, change, partial(self._swap, script, token), sends_unchanged=token is not None)
 
     def change_one(
-        self, field: bytes, change: Callable[[bytes], bytes], fence: Fence | None = None, script: Script = CHANGE_TABLE
+        self, field: bytes, change: Callable[[bytes], bytes], token: int | None = None, script: Script = CHANGE_TABLE
     ) -> tuple[bytes, bytes]:
-        return self.change([field], lambda _, value: change(value), fence, script)[field]
+        return self.change([field], lambda _, value: change(value), token, script)[field]
 
-    def _swap(self, script: Script, fence: Fence | None, swaps: Swaps) -> list[tuple[bytes, bytes | None]]:
-        arguments = [b"", b""] if fence is None else [fence.lease.encode(), TOKEN.pack(fence.token)]
+    def _swap(self, script: Script, token: int | None, swaps: Swaps) -> list[tuple[bytes, bytes | None]]:
+        arguments = [b"", b""] if token is None else [EVICT_LEASE.encode(), TOKEN.pack(token)]
         for field, (old, new) in swaps.items():
             arguments += [field, old, new, b"%d" % (self._size(new) - self._size(old))]
         call = script.call([self.name, self._keys.bytes, self._keys.leases], arguments)
@@ -120,11 +113,11 @@ class SetTable:
 
         self._table.change([SET_ID.pack(set_id) for set_id in set_ids], renewed)
 
-    def begin_removal(self, set_id: int, fence: Fence | None) -> None:
-        self._table.change_one(SET_ID.pack(set_id), lambda old: old and REMOVING + old[1:], fence)
+    def begin_removal(self, set_id: int, token: int | None) -> None:
+        self._table.change_one(SET_ID.pack(set_id), lambda old: old and REMOVING + old[1:], token)
 
-    def end_removal(self, set_id: int, fence: Fence | None) -> None:
-        self._table.change_one(SET_ID.pack(set_id), lambda old: b"" if old[:1] == REMOVING else old, fence)
+    def end_removal(self, set_id: int, token: int | None) -> None:
+        self._table.change_one(SET_ID.pack(set_id), lambda old: b"" if old[:1] == REMOVING else old, token)
 
 
 def _infos(fields: Sequence[tuple[bytes, bytes]]) -> list[SetInfo]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, Protocol
 
 from redis import Redis, RedisCluster
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode
 from redis.connection import Connection, ConnectionPool, SSLConnection
 from redis.crc import key_slot
+from redis.credentials import CredentialProvider
 from redis.exceptions import (
     AskError,
     AuthenticationError,
@@ -35,8 +37,7 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from kvtier.config.index import IndexSettings
-from kvtier.errors import IndexRefused, IndexUnavailable
-from kvtier.index.redis.login import login, password_file
+from kvtier.errors import ConfigError, IndexRefused, IndexUnavailable
 
 SCAN_KEYS = 1000  # keys that a server looks at in one step of a scan
 RECONNECT_PAUSE_S = 1.0  # between two reconnects because of answers about a connection, seconds
@@ -44,6 +45,7 @@ ROLE_INTERVAL_S = 1.0  # after which a connection's server is asked for its role
 
 Argument = bytes | str | int | float
 Command = tuple[Argument, ...]
+Secret = Literal["password", "sentinel_password"]
 
 
 class Request(NamedTuple):
@@ -69,6 +71,42 @@ class Wire(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Login(CredentialProvider):
+    """The user name and password that the settings name. secret: the setting with the password. One in a file is read
+    at each connect, so that it can be rotated."""
+
+    def __init__(self, settings: IndexSettings, secret: Secret = "password") -> None:
+        self._settings = settings
+        self._secret = secret
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """Read the credentials. Raises redis-py's AuthenticationError where the file has no password."""
+        user: str | None = getattr(self._settings, self._secret.replace("password", "username"))
+        try:
+            password = self._settings.secret(self._secret) or ""
+        except ConfigError as fault:
+            raise AuthenticationError(str(fault)) from fault
+        return (user, password) if user else (password,)
+
+
+def login(settings: IndexSettings, secret: Secret = "password") -> Login | None:
+    """Return the login, None where the settings have no password. Raises ConfigError for a file that has none."""
+    return None if settings.secret(secret) is None else Login(settings, secret)
+
+
+def password_file(settings: IndexSettings, said: str, error: Exception) -> str:
+    """Name the setting and the file of the password that a server refused; "" for other errors and other passwords.
+
+    said: the error's text; an error of a Sentinel's login is a part of it.
+    """
+    at_sentinel = settings.place.kind == "sentinel" and "AuthenticationError" in said
+    if not at_sentinel and not isinstance(error, AuthenticationError):
+        return ""
+    name = "sentinel_password_file" if at_sentinel else "password_file"
+    path = getattr(settings, name)
+    return "" if path is None or str(path) in said else f"index.{name} = {path}"
 
 
 def unavailable(error: RedisError, settings: IndexSettings | None = None) -> IndexUnavailable:
@@ -179,7 +217,7 @@ class SingleWire:
 
     def run(self, requests: Sequence[Request]) -> list[Any]:
         commands, began_s = [request.command for request in requests], time.monotonic()
-        try:
+        with _unavailable_at_fault(self._settings):
             try:
                 answers = _answers(self._client, commands)
             except ConnectionError as error:  # it was restarted, or another is the master now
@@ -192,17 +230,13 @@ class SingleWire:
                 self._client.connection_pool.disconnect(inuse_connections=False)
                 answers = _answers(self._client, commands)
             return answers
-        except RedisError as error:
-            raise unavailable(error, self._settings) from error
 
     def shard_of(self, key: bytes) -> str:
         return ""
 
     def scan(self, pattern: bytes, kind: str) -> Iterator[bytes]:
-        try:
+        with _unavailable_at_fault(self._settings):
             yield from self._client.scan_iter(match=pattern, count=SCAN_KEYS, _type=kind)
-        except RedisError as error:
-            raise unavailable(error, self._settings) from error
 
     def close(self) -> None:
         self._client.close()
@@ -221,7 +255,7 @@ class ClusterWire:
         self._is_stale = False  # a shard did not answer: a replica may have its slots by now
 
     def run(self, requests: Sequence[Request]) -> list[Any]:
-        try:
+        with _unavailable_at_fault(self._settings):
             cluster = self._reached()
             try:
                 return self._round(cluster, requests)
@@ -231,8 +265,6 @@ class ClusterWire:
             except ConnectionError:
                 cluster.nodes_manager.initialize()
                 return self._round(cluster, requests)
-        except (RedisError, RedisClusterException) as error:
-            raise self._unavailable(error) from _cause(error)
 
     def _round(self, cluster: Any, requests: Sequence[Request]) -> list[Any]:
         places: dict[str, list[int]] = {}
@@ -269,25 +301,27 @@ class ClusterWire:
                 self._cluster.nodes_manager.initialize()
             return self._cluster
 
-    def _unavailable(self, error: Exception) -> IndexUnavailable:
-        return unavailable(_cause(error), self._settings)
-
     def shard_of(self, key: bytes) -> str:
-        try:
+        with _unavailable_at_fault(self._settings):
             name: str = self._reached().nodes_manager.get_node_from_slot(key_slot(key)).name
             return name
-        except (RedisError, RedisClusterException) as error:
-            raise self._unavailable(error) from _cause(error)
 
     def scan(self, pattern: bytes, kind: str) -> Iterator[bytes]:
-        try:
+        with _unavailable_at_fault(self._settings):
             yield from self._reached().scan_iter(match=pattern, count=SCAN_KEYS, _type=kind)
-        except (RedisError, RedisClusterException) as error:
-            raise self._unavailable(error) from _cause(error)
 
     def close(self) -> None:
         if self._cluster is not None:
             self._cluster.close()
+
+
+@contextmanager
+def _unavailable_at_fault(settings: IndexSettings) -> Iterator[None]:
+    try:
+        yield
+    except (RedisError, RedisClusterException) as error:
+        cause = _cause(error)
+        raise unavailable(cause, settings) from cause
 
 
 def _cause(error: Exception) -> RedisError:
