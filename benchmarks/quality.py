@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
+from benchmarks.round_trip import bits_of, round_trip
 from kvtier.codecs.measured_loss import KL_NATS
-from kvtier.codecs.round_trip import bits_of, round_trip
 from kvtier.codecs.transform import model_statistics, texts
 from kvtier.codecs.transform import reference as transform
 from kvtier.codecs.transform.calibrate import PlaneStatistics, table_tensors

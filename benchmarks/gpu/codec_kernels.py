@@ -30,7 +30,6 @@ import torch
 import triton.testing
 
 from benchmarks.gpu.kernels import CHUNK_TOKENS, RUNS, TUNE_RUNS, DeviceClock, PagesCase, Row, Work, run
-from kvtier.codecs.coded_pages import SlabShape
 from kvtier.codecs.int8 import device as int8_device
 from kvtier.codecs.int8.codec import Int8Coder
 from kvtier.codecs.transform import device as transform_device
@@ -95,21 +94,17 @@ class CodecCase(PagesCase):
     def _table(self) -> TransformTable:
         return table_of(self.codec, self.layers, self.heads, self.size)
 
-    @property
-    def _coding(self) -> Any:
+    def _coder(self, device: str = "cpu") -> Any:
         if self.is_transform:
             return TransformCoder(self._table, self.held, CHUNK_TOKENS, torch.device("cpu"))
         if self.codec == "int8":
             return Int8Coder(CHUNK_TOKENS, self.size, self.size)
-        return SlabFormat(CHUNK_TOKENS, self.size, self.size, PRESETS[self.codec], ROPE_BASE, SEED)
-
-    @property
-    def _slabs(self) -> SlabShape:
-        return SlabShape(CHUNK_TOKENS, self._coding.n_bytes)
+        slab_format = SlabFormat(CHUNK_TOKENS, self.size, self.size, PRESETS[self.codec], ROPE_BASE, SEED)
+        return TurboquantCoder(slab_format, self.held, torch.device(device))
 
     @property
     def slab_bytes(self) -> int:
-        return padded(self._slabs.n_bytes(range(self.layers)))
+        return padded(self._coder().n_bytes(range(self.layers)))
 
     @property
     def encoded_bytes(self) -> int:
@@ -129,17 +124,14 @@ class CodecCase(PagesCase):
         pair = (encode or self.tilings[0][0], decode or self.tilings[1][0])
         if self.is_transform:
             tilings = transform_device.TransformTilings(*pair)
-            return transform_device.CudaTransform(pages, self._slabs, self.held, self._table, tilings)
+            return transform_device.CudaTransform(pages, self._coder(), self.held, self._table, tilings)
         if self.codec == "int8":
-            return int8_device.CudaInt8(pages, self._slabs, self.held, *pair)
-        return turboquant_device.CudaTurboquant(pages, self._coding, self.held, *pair)
+            return int8_device.CudaInt8(pages, self._coder(), self.held, *pair)
+        return turboquant_device.CudaTurboquant(pages, self._coder(), self.held, *pair)
 
     def reference(self, pages: PagedKV) -> VectorPages:
         """Return the codec in torch operations, on the pages' device."""
-        coder = self._coding
-        if self.codec in PRESETS:
-            coder = TurboquantCoder(coder, self.held, pages.layers[0].k.device)
-        return VectorPages(pages, coder, self.held)
+        return VectorPages(pages, self._coder(str(pages.layers[0].k.device)), self.held)
 
     def buffer(self) -> torch.Tensor:
         """Return (kv_bytes,) uint8, poisoned: all bits are set, which is NaN."""

@@ -6,7 +6,7 @@ A codec's mover is a CodedPages that launches its kernels.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.codecs.base import EncodeResult
+from kvtier.codecs.vectors import LayerCoder
 from kvtier.format.geometry import Extent, padded
 from kvtier.kernels.device_checksum import slab_seeds
 from kvtier.kernels.launch import ToHost, on_device, pin_tables, to_device
@@ -23,13 +24,6 @@ from kvtier.kernels.paged import Move, PagedKV, Patch
 _ALIGNMENT = 16
 
 
-class SlabShape(NamedTuple):
-    """tokens: of a chunk. n_bytes: of these layers (numbers within the model) of one head, without padding."""
-
-    tokens: int
-    n_bytes: Callable[[range], int]
-
-
 class Group(NamedTuple):
     """Moves of one launch, by their places among all. slab_start: byte of a slab where their first layer begins."""
 
@@ -37,6 +31,10 @@ class Group(NamedTuple):
     slab_bytes: int
     slab_start: int
     places: list[int]
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.patch.n_heads, self.patch.n_layers, len(self.places)
 
 
 _NOTHING = Group(Patch(0, 0, 0, 0, 0), 0, 0, [])  # to compile and load a kernel with
@@ -77,7 +75,7 @@ class CodedPages(ABC):
     2 * 4,) int64, the address and the strides of K and of V of each layer.
     """
 
-    def __init__(self, pages: PagedKV, slabs: SlabShape, held: Extent) -> None:
+    def __init__(self, pages: PagedKV, coder: LayerCoder, held: Extent) -> None:
         """Raises ValueError unless all pages are bf16, or all fp16, and are aligned to 16 bytes."""
         k = pages.layers[0].k
         dtypes = sorted({str(plane.dtype) for layer in pages.layers for plane in layer.planes})
@@ -87,8 +85,8 @@ class CodedPages(ABC):
         self._table = PageTable(pages)
         if self._table.bits % _ALIGNMENT:
             raise ValueError(f"pages' addresses and strides are not all multiples of {_ALIGNMENT} bytes")
-        self._pages, self._slabs, self.held = pages, slabs, held
-        self.tokens, self.block_tokens = slabs.tokens, pages.block_tokens
+        self._pages, self._coder, self.held = pages, coder, held
+        self.tokens, self.block_tokens = coder.tokens, pages.block_tokens
         self.is_bf16 = k.dtype == torch.bfloat16
         self.device = k.device
         pin_tables(self.device)
@@ -142,6 +140,16 @@ class CodedPages(ABC):
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
 
+    def place(self, group: Group) -> tuple[int, ...]:
+        """Return the kernels' page_layer, first_head, page_heads, slab_start, slab_bytes."""
+        patch = group.patch
+        return patch.page_layer, patch.page_head, self.held.n_heads, group.slab_start, group.slab_bytes
+
+    @property
+    def is_fast(self) -> bool:
+        """Return True if kernels may have PTX; else they are compiled without, or on the CPU interpreted, for tests."""
+        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 0)
+
     def first_layer(self, patch: Patch) -> int:
         """Return the number within the model of a patch's first layer."""
         return self.held.first_layer + patch.page_layer
@@ -149,11 +157,11 @@ class CodedPages(ABC):
     def _start(self, patch: Patch) -> int:
         """Return the byte of a slab at which the patch's first layer begins."""
         first = self.first_layer(patch)
-        return self._slabs.n_bytes(range(first - patch.slab_layer, first))
+        return self._coder.n_bytes(range(first - patch.slab_layer, first))
 
     def _end(self, patch: Patch) -> int:
         first = self.first_layer(patch)
-        return self._slabs.n_bytes(range(first - patch.slab_layer, first + patch.n_layers))
+        return self._coder.n_bytes(range(first - patch.slab_layer, first + patch.n_layers))
 
     def _groups(self, moves: Sequence[Move]) -> list[Group]:
         n_blocks = self.tokens // self.block_tokens

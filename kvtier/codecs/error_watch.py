@@ -12,15 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from kvtier.codecs.base import Encoded, EncodeResult, Mover
 from kvtier.codecs.turboquant.turns import turned
-from kvtier.codecs.vectors import LayerCoder
+from kvtier.codecs.vectors import VectorPages
 from kvtier.format.geometry import Extent
-from kvtier.kernels.launch import to_device
-from kvtier.kernels.paged import Move, PagedKV
+from kvtier.kernels.paged import Move
 
 log = logging.getLogger("kvtier")
 
@@ -38,15 +36,6 @@ class _Layer(NamedTuple):
     v: torch.Tensor
     data: torch.Tensor
     cells: Extent
-
-
-class Sampled(NamedTuple):
-    """Pages of which a sample is taken. held: the layers and heads of the model that they are. rope_base: of the rotary
-    embedding of K, which hides a bias; 0 if it is not known."""
-
-    pages: PagedKV
-    held: Extent
-    rope_base: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +64,13 @@ class WatchedMover:
     heads_compared, heads_bad: of K and of V; bad are those whose error beside their signal is above ERROR_MAX.
     """
 
-    def __init__(self, mover: Mover, preset: str, coder: LayerCoder, sampled: Sampled) -> None:
-        """coder: decodes what `mover` encodes. preset: as it is set."""
+    def __init__(self, mover: Mover, preset: str, vectors: VectorPages, rope_base: float = 0.0) -> None:
+        """vectors: of the pages, with the coder of what `mover` encodes. preset: as it is set. rope_base: of the rotary
+        embedding of K, which hides a bias; 0 if it is not known."""
         self.heads_compared = self.heads_bad = 0
-        self._mover, self._preset, self._coder, self._sampled = mover, preset, coder, sampled
+        self._mover, self._preset, self._vectors, self._rope_base = mover, preset, vectors, rope_base
         self._lock = threading.Lock()
-        self._missing = set(range(sampled.held.first_layer, sampled.held.end_layer))
+        self._missing = set(range(vectors.held.first_layer, vectors.held.end_layer))
 
     def encode(self, moves: Sequence[Move]) -> Encoded | None:
         """Encode, and add layers of the first move to the sample: copied behind the launch, on its stream, and compared
@@ -104,9 +94,9 @@ class WatchedMover:
                 return
             self._missing.discard(layer.cells.first_layer)
             is_last = not self._missing
-        decoded = self._coder.decode(layer.data, layer.cells, layer.k.dtype)
+        decoded = self._vectors.coder.decode(layer.data, layer.cells, layer.k.dtype)
         n_bad = 0
-        for x, back, base in zip((layer.k, layer.v), decoded, (self._sampled.rope_base, 0.0), strict=True):
+        for x, back, base in zip((layer.k, layer.v), decoded, (self._rope_base, 0.0), strict=True):
             flat = turned(x.float(), base, False)
             signal = (flat - flat.mean(1, keepdim=True)).norm(dim=(1, 2))
             error = (back.float() - x.float()).norm(dim=(1, 2))
@@ -126,17 +116,7 @@ class WatchedMover:
             )
 
     def _copied(self, move: Move) -> list[_Layer]:
-        patch, held = move.patch, self._sampled.held
-        first = held.first_layer + patch.page_layer
-        numbers = [number for number in range(first, first + patch.n_layers) if number in self._missing]
-        heads = slice(patch.page_head, patch.page_head + patch.n_heads)
-        blocks = to_device(np.array(move.block_ids, dtype=np.int64), move.slabs.device)
-        layers = []
-        for number in numbers[:LAYERS_AT_ONCE]:
-            planes = self._sampled.pages.vectors(number - held.first_layer)
-            k, v = (plane[blocks][:, :, heads].permute(2, 0, 1, 3).flatten(1, 2) for plane in planes)
-            begin = first - patch.slab_layer
-            start, end = (self._coder.n_bytes(range(begin, stop)) for stop in (number, number + 1))
-            cells = Extent(number, 1, held.first_head + patch.page_head, patch.n_heads)
-            layers.append(_Layer(k, v, move.slabs[:, start:end], cells))
-        return layers
+        vectors, blocks = self._vectors, self._vectors.blocks(move)
+        parts = vectors.parts(move, move.patch.n_heads)
+        missing = [(cells, data) for cells, data in parts if cells.first_layer in self._missing]
+        return [_Layer(*vectors.vectors(cells, blocks), data, cells) for cells, data in missing[:LAYERS_AT_ONCE]]

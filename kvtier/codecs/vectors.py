@@ -31,7 +31,12 @@ class EncodedLayer(NamedTuple):
 
 
 class LayerCoder(Protocol):
-    """Vectors of one layer of a chunk to bytes and back. `cells`: the layer and the heads, numbers within the model."""
+    """Vectors of one layer of a chunk to bytes and back. `cells`: the layer and the heads, numbers within the model.
+
+    tokens: of a chunk.
+    """
+
+    tokens: int
 
     def n_bytes(self, layers: range) -> int:
         """Return the bytes of these layers of one head: also the place of layer `layers.stop` in a slab that begins
@@ -59,12 +64,12 @@ class Flags:
 
 
 class VectorPages:
-    """kvtier.codecs.base.Mover over one engine's pages. Keeps the tensors alive."""
+    """kvtier.codecs.base.Mover over one engine's pages. Keeps the tensors alive. held: the part of the model."""
 
     def __init__(self, pages: PagedKV, coder: LayerCoder, held: Extent) -> None:
         self._pages = pages
-        self._coder = coder
-        self._held = held
+        self.coder = coder
+        self.held = held
 
     def encode(self, moves: Sequence[Move]) -> Flags:
         return Flags(torch.stack([self._encode(move) for move in moves]))
@@ -75,33 +80,36 @@ class VectorPages:
 
     def _encode(self, move: Move) -> torch.Tensor:
         """Encode a move. Return whether anything of it is refused, () bool."""
-        blocks = self._blocks(move)
+        blocks = self.blocks(move)
         refused = torch.zeros((), dtype=torch.bool, device=blocks.device)
-        for cells, data in self._parts(move):
-            k, v = (plane[blocks].permute(2, 0, 1, 3).flatten(1, 2) for plane in self._planes(cells))
-            encoded = self._coder.encode(k, v, cells, move.position)
+        for cells, data in self.parts(move):
+            k, v = self.vectors(cells, blocks)
+            encoded = self.coder.encode(k, v, cells, move.position)
             data.copy_(encoded.data)
             refused |= encoded.refused.any()
         return refused
 
     def _decode(self, move: Move) -> None:
-        blocks, first = self._blocks(move), move.first_block
-        for cells, data in self._parts(move):
+        blocks, first = self.blocks(move), move.first_block
+        for cells, data in self.parts(move):
             planes = self._planes(cells)
-            for plane, values in zip(planes, self._coder.decode(data, cells, planes[0].dtype), strict=True):
+            for plane, values in zip(planes, self.coder.decode(data, cells, planes[0].dtype), strict=True):
                 heads, _, size = values.shape
                 in_blocks = values.view(heads, len(move.block_ids), self._pages.block_tokens, size)
                 plane[blocks[first:]] = in_blocks[:, first:].permute(1, 2, 0, 3)
 
-    def _parts(self, move: Move) -> list[tuple[Extent, torch.Tensor]]:
-        """Cells of one layer, and their bytes in the slabs: (heads, bytes of the layer), a view."""
-        patch, held = move.patch, self._held
+    def parts(self, move: Move, heads_together: int = 0) -> list[tuple[Extent, torch.Tensor]]:
+        """Cells of one layer, and their bytes in the slabs: (heads, bytes of the layer), a view.
+
+        heads_together: most heads of a part; 0: as many as are encoded together.
+        """
+        patch, held = move.patch, self.held
+        step = heads_together or (HEADS_TOGETHER if move.slabs.device.type == "cpu" else patch.n_heads)
         first = held.first_layer + patch.page_layer
         begin = first - patch.slab_layer
-        step = HEADS_TOGETHER if move.slabs.device.type == "cpu" else patch.n_heads
         parts = []
         for number in range(first, first + patch.n_layers):
-            start, end = (self._coder.n_bytes(range(begin, stop)) for stop in (number, number + 1))
+            start, end = (self.coder.n_bytes(range(begin, stop)) for stop in (number, number + 1))
             for head in range(0, patch.n_heads, step):
                 data = move.slabs[head : head + step, start:end]
                 parts.append((Extent(number, 1, held.first_head + patch.page_head + head, len(data)), data))
@@ -109,13 +117,19 @@ class VectorPages:
             raise ValueError(f"{patch} is out of range of slabs {tuple(move.slabs.shape)}")
         return parts
 
+    def vectors(self, cells: Extent, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of K and V of one layer in these blocks: (heads, tokens, size)."""
+        k, v = (plane[blocks].permute(2, 0, 1, 3).flatten(1, 2) for plane in self._planes(cells))
+        return k, v
+
     def _planes(self, cells: Extent) -> tuple[torch.Tensor, ...]:
         """K and V of one layer: (n_blocks, block_tokens, heads, size), views."""
-        heads = slice(cells.first_head - self._held.first_head, cells.end_head - self._held.first_head)
-        planes = self._pages.vectors(cells.first_layer - self._held.first_layer)
+        heads = slice(cells.first_head - self.held.first_head, cells.end_head - self.held.first_head)
+        planes = self._pages.vectors(cells.first_layer - self.held.first_layer)
         return tuple(plane[:, :, heads] for plane in planes)
 
-    def _blocks(self, move: Move) -> torch.Tensor:
+    def blocks(self, move: Move) -> torch.Tensor:
+        """Ids of a move's blocks, on the pages' device. Raises ValueError for blocks that the pages do not have."""
         k = self._pages.layers[0].k
         if min(move.block_ids) < 0 or max(move.block_ids) >= k.shape[0]:
             raise ValueError(f"blocks {min(move.block_ids)}-{max(move.block_ids)} are out of range of {k.shape[0]}")
@@ -137,3 +151,24 @@ def check_vectors(codec: str, geometry: Geometry, head_sizes: Sequence[int] = ()
         if head_sizes and size not in head_sizes:
             fix = f"it takes heads of {', '.join(map(str, head_sizes))} elements, this model's have {size}"
             raise ConfigError("codec", codec, f"{fix}: set it to int8 or raw")
+
+
+def raw_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the first tokens of an engine's KV are stored as they are."""
+    return torch.bfloat16 if dtype == torch.float32 else dtype
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round to a dtype, within its finite values."""
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype)
+
+
+def octets(x: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of the last dimension's values."""
+    return x.contiguous().view(torch.uint8)
+
+
+def square_root(x: torch.Tensor) -> torch.Tensor:
+    """Return the root of fp32, rounded to nearest even. torch's own may be MKL's, which is not on all processors."""
+    return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else torch.sqrt(x)

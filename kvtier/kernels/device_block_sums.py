@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 
 from kvtier.format.checksum import PAIRS_PER_PAGE
 from kvtier.kernels.block_sums import PAGES
-from kvtier.kernels.device_checksum import add, fold, mix32
+from kvtier.kernels.device_checksum import add, page_keys, place_keys, products
 from kvtier.kernels.device_code import DeviceCode
 
 STEP, WARPS = 4, 4  # of a program: pages at a time, warps
@@ -26,20 +26,10 @@ CONSTANTS = {"PAIRS": PAIRS_PER_PAGE, "PAGES": PAGES, "STEP": STEP}
 
 
 @triton.jit
-def _keys(page: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tuple:
-    p0 = mix32(page.to(tl.uint32) * 0x9E3779B9 + high)
-    return p0, fold(p0 ^ low)
-
-
-@triton.jit
-def _products(
-    pairs: tl.tensor, a0: tl.tensor, a1: tl.tensor, is_next: tl.tensor, of_page: tl.tuple, of_next: tl.tuple
-) -> tl.tensor:
+def _of_two(pairs: tl.tensor, keys: tl.tuple, is_next: tl.tensor, of_page: tl.tuple, of_next: tl.tuple) -> tl.tensor:
     """(lanes,) uint64: the summands of pairs of a page and the next one."""
-    pairs = pairs.to(tl.uint64, bitcast=True)
-    x = pairs.to(tl.uint32) + (a0 ^ tl.where(is_next, of_next[0], of_page[0]))
-    y = (pairs >> 32).to(tl.uint32) + (a1 ^ tl.where(is_next, of_next[1], of_page[1]))
-    return x.to(tl.uint64) * y.to(tl.uint64)
+    of_pair = tl.where(is_next, of_next[0], of_page[0]), tl.where(is_next, of_next[1], of_page[1])
+    return products(pairs, keys, of_pair)
 
 
 @triton.jit
@@ -60,25 +50,24 @@ def _sum_pieces(
         lane = tl.arange(0, PAIRS)
         place = first % PAIRS + lane
         is_next = place >= PAIRS  # in the page after `page`
-        a0 = mix32((place % PAIRS).to(tl.uint32) + low)
-        a1 = fold(a0 ^ high)
+        keys = place_keys(place % PAIRS, low, high)
         page = first // PAIRS
-        of_page = _keys(page, low, high)
+        of_page = page_keys(page, low, high)
         total = tl.full((PAIRS,), 0, tl.uint64)
         end = tl.minimum(at + PAGES * PAIRS, n_pairs)
         while at + STEP * PAIRS <= end:
             for _ in tl.static_range(STEP):
                 page += 1
-                of_next = _keys(page, low, high)
-                total += _products(tl.load(words + at + lane), a0, a1, is_next, of_page, of_next)
+                of_next = page_keys(page, low, high)
+                total += _of_two(tl.load(words + at + lane), keys, is_next, of_page, of_next)
                 of_page = of_next
                 at += PAIRS
         while at < end:
             page += 1
-            of_next = _keys(page, low, high)
+            of_next = page_keys(page, low, high)
             inside = at + lane < end
-            products = _products(tl.load(words + at + lane, inside, 0), a0, a1, is_next, of_page, of_next)
-            total += tl.where(inside, products, tl.full((PAIRS,), 0, tl.uint64))
+            found = _of_two(tl.load(words + at + lane, inside, 0), keys, is_next, of_page, of_next)
+            total += tl.where(inside, found, tl.full((PAIRS,), 0, tl.uint64))
             of_page = of_next
             at += PAIRS
         part = tl.reduce(total, 0, add).to(tl.int64, bitcast=True)

@@ -64,15 +64,25 @@ def add(x: tl.tensor, y: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _products(
-    words: tl.tensor, page: tl.tensor, lane: tl.tensor, a0: tl.tensor, a1: tl.tensor, low: tl.tensor, high: tl.tensor
-) -> tl.tensor:
-    """(lanes,) uint64: the summands of one page."""
-    pairs = tl.load(words + page.to(tl.int64) * lane.shape[0] + lane).to(tl.uint64, bitcast=True)
+def page_keys(page: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tuple:
+    """Return the key stream's parts that all pairs of a page share. low, high: halves of the seed."""
     p0 = mix32(page.to(tl.uint32) * 0x9E3779B9 + high)
-    p1 = fold(p0 ^ low)
-    x = pairs.to(tl.uint32) + (a0 ^ p0)
-    y = (pairs >> 32).to(tl.uint32) + (a1 ^ p1)
+    return p0, fold(p0 ^ low)
+
+
+@triton.jit
+def place_keys(place: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tuple:
+    """Return the key stream's parts of places within a page, which are equal in all pages."""
+    a0 = mix32(place.to(tl.uint32) + low)
+    return a0, fold(a0 ^ high)
+
+
+@triton.jit
+def products(pairs: tl.tensor, of_place: tl.tuple, of_page: tl.tuple) -> tl.tensor:
+    """uint64: the summands of pairs of words, int64. of_place, of_page: parts of the key stream."""
+    pairs = pairs.to(tl.uint64, bitcast=True)
+    x = pairs.to(tl.uint32) + (of_place[0] ^ of_page[0])
+    y = (pairs >> 32).to(tl.uint32) + (of_place[1] ^ of_page[1])
     return x.to(tl.uint64) * y.to(tl.uint64)
 
 
@@ -98,17 +108,18 @@ def _sum_pages(
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
     lane = tl.arange(0, PAIRS)
-    a0 = mix32(lane.to(tl.uint32) + low)
-    a1 = fold(a0 ^ high)
+    keys = place_keys(lane, low, high)
     total = tl.full((PAIRS,), 0, tl.uint64)
     end = tl.minimum(first + PAGES, n_pages)
     page = first
     while page + STEP <= end:
         for j in tl.static_range(STEP):
-            total += _products(words, page + j, lane, a0, a1, low, high)
+            pairs = tl.load(words + (page + j).to(tl.int64) * PAIRS + lane)
+            total += products(pairs, keys, page_keys(page + j, low, high))
         page += STEP
     while page < end:
-        total += _products(words, page, lane, a0, a1, low, high)
+        pairs = tl.load(words + page.to(tl.int64) * PAIRS + lane)
+        total += products(pairs, keys, page_keys(page, low, high))
         page += 1
     part = tl.reduce(total, 0, add).to(tl.int64, bitcast=True)
     tl.atomic_add(sums + slab, part, sem="relaxed")

@@ -10,18 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier.kernels.device_checksum import add, fold, mix32
-
-
-@triton.jit
-def _products(pairs: tl.tensor, page: tl.tensor, keys: tl.tuple) -> tl.tensor:
-    """(lanes,) uint64: the summands of pairs of one page."""
-    a0, a1, low, high = keys
-    p0 = mix32(page.to(tl.uint32) * 0x9E3779B9 + high)
-    p1 = fold(p0 ^ low)
-    x = pairs.to(tl.uint32) + (a0 ^ p0)
-    y = (pairs >> 32).to(tl.uint32) + (a1 ^ p1)
-    return x.to(tl.uint64) * y.to(tl.uint64)
+from kvtier.kernels.device_checksum import add, page_keys, place_keys, products
 
 
 @triton.jit
@@ -45,21 +34,22 @@ def sum_part(
     nothing = tl.full((AT_ONCE,), 0, tl.uint64)
     for start in range(0, PAIRS, AT_ONCE):
         place = start + tl.arange(0, AT_ONCE)
-        a0 = mix32(place.to(tl.uint32) + low)
-        keys = (a0, fold(a0 ^ high), low, high)
+        keys = place_keys(place, low, high)
         page = first_page
         pairs = tl.load(words + page * PAIRS + place)
         following = tl.load(words + tl.minimum(page + 1, last) * PAIRS + place)
         inside = (page * PAIRS + place >= first) & (page * PAIRS + place < end)
-        summed += tl.where(inside, _products(pairs, page, keys), nothing)
+        summed += tl.where(inside, products(pairs, keys, page_keys(page, low, high)), nothing)
         page += 1
         while page < last:
             pairs = following
             following = tl.load(words + (page + 1) * PAIRS + place)
-            summed += _products(pairs, page, keys)
+            summed += products(pairs, keys, page_keys(page, low, high))
             page += 1
         if page == last:
-            summed += tl.where(last * PAIRS + place < end, _products(following, last, keys), nothing)
+            summed += tl.where(
+                last * PAIRS + place < end, products(following, keys, page_keys(last, low, high)), nothing
+            )
     return tl.reduce(summed, 0, add).to(tl.int64, bitcast=True)
 
 

@@ -22,6 +22,10 @@ def total(x: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
     return tl.reduce(x, AXIS, _sum_combine)
 
 
+# 1.5 * 2^23: x + this - this is x rounded to a whole number, half to even, which is in the sum's lower bits.
+WHOLE = tl.constexpr(12582912.0)
+WHOLE_BITS = tl.constexpr(0x4B400000)
+
 # What sqrt.rn and div.rn come to, without the branch for what is not normal: there our results do not count.
 _SQUARE_ROOT = tl.constexpr(
     "{ .reg .f32 r, s, h, e; rsqrt.approx.ftz.f32 r, $1; mul.rn.f32 s, $1, r; mul.rn.f32 h, r, 0f3F000000; "

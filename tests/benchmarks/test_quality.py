@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks import quality
 from benchmarks.quality import Amount, PrefixKV, interval, measure, rows_of, uniform
-from kvtier.codecs.round_trip import bits_of
+from benchmarks.round_trip import bits_of
 from kvtier.codecs.transform import model_statistics, texts
 
 

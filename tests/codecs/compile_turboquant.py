@@ -36,18 +36,7 @@ UNALIGNED = ("planes", "table", "answers")  # as the kernels are declared
 
 def compiled(kernel: triton.JITFunction, tiling: TurboquantTiling, size: int, by_warps: bool = False) -> None:
     k, v = plane_code(size, 4, True, size != 96, True), plane_code(size, 4, False, False, True)
-    shape = TurboquantChunkShape(
-        256,
-        16,
-        True,
-        tiling.rows,
-        tiling.warps,
-        True,
-        tiling.mean_rows or tiling.rows,
-        by_warps,
-        tiling.by_tensor,
-        tiling.early,
-    )
+    shape = TurboquantChunkShape(256, 16, True, tiling.rows, tiling.warps, True, by_warps)
     constants = {"K": k, "V": v, "C": shape, "PAIRS": 512}
     signature = {n: "constexpr" if n in constants else TYPES.get(n, "i32") for n in kernel.arg_names}
     places = {(n,): constants[name] for n, name in enumerate(kernel.arg_names) if name in constants}

@@ -15,7 +15,6 @@ from tests.codecs import turboquant_rig
 from tests.kernels.device_rig import INTERPRETED, as_interpreted
 
 with as_interpreted():
-    from kvtier.codecs.coded_pages import SlabShape  # which knows of kernels, too
     from kvtier.codecs.int8 import device as int8_device
 
 CudaInt8, Int8Tiling = int8_device.CudaInt8, int8_device.Int8Tiling
@@ -28,7 +27,7 @@ def _coder_of(pages: PagedKV, tokens: int) -> Int8Coder:
 
 
 def mover(pages: PagedKV, tokens: int, held: Extent, tiling: Int8Tiling = SMALL) -> CudaInt8:
-    return CudaInt8(pages, SlabShape(tokens, _coder_of(pages, tokens).n_bytes), held, tiling, tiling)
+    return CudaInt8(pages, _coder_of(pages, tokens), held, tiling, tiling)
 
 
 def reference(pages: PagedKV, tokens: int, held: Extent) -> VectorPages:
@@ -38,12 +37,12 @@ def reference(pages: PagedKV, tokens: int, held: Extent) -> VectorPages:
 def ptx_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels take the path of a GPU, in the interpreter."""
     turboquant_rig.ptx_interpreted(monkeypatch)
-    monkeypatch.setattr(CudaInt8, "_is_fast", True)
+    monkeypatch.setattr(CudaInt8, "is_fast", True)
 
 
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels take the path of the interpreter."""
-    monkeypatch.setattr(CudaInt8, "_is_fast", False)
+    monkeypatch.setattr(CudaInt8, "is_fast", False)
 
 
 __all__ = [

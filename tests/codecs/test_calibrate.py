@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.round_trip import bits_of, round_trip
 from kvtier.cli import main
-from kvtier.codecs.round_trip import bits_of, round_trip
 from kvtier.codecs.transform import model_statistics, texts
 from kvtier.codecs.transform.calibrate import table_tensors
 from kvtier.codecs.transform.model_statistics import CalibratedModel, turned_back

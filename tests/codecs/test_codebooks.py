@@ -12,10 +12,8 @@ from kvtier.codecs.turboquant import codebooks
 from kvtier.codecs.turboquant.buckets import codes, thresholds
 from kvtier.codecs.turboquant.codebooks import CODEBOOKS, Codebook
 from kvtier.codecs.turboquant.rotation import (
-    HADAMARD_VECTORS,
     HEAD_SIZES,
     K_PLANE,
-    SIGN_VECTORS,
     V_PLANE,
     hadamard,
     signs,
@@ -24,6 +22,19 @@ from kvtier.format.geometry import Extent
 
 WORSE_THAN_EXACT = {4: 1.0047, 5: 1.0021, 6: 1.0181}
 THEORY = {4: 0.009501, 5: 0.0025047, 6: 0.00064424}
+SIGN_VECTORS: tuple[tuple[int, int, int, int, str], ...] = (
+    # seed, layer, head, plane, the first 64 bits of the stream
+    (0, 0, 0, K_PLANE, "91238a1f2d7928bc"),
+    (0, 0, 0, V_PLANE, "38be5da0f21e709f"),
+    (7, 31, 5, K_PLANE, "6f19906721c450dc"),
+)
+HADAMARD_VECTORS = {
+    64: "a360a0f32c83e1f611cd6f2d966014bf",
+    80: "e035dfbb9df1a33193ec6cbd7aa246da",
+    96: "c55588da8d6053ddc7689f9afabaeedd",
+    128: "5b462d3be6f5d1a0e1acc6454823bd4b",
+    256: "dbd0c280fae5796b5ec85415c11812b3",
+}
 
 
 def tail(x: float) -> float:

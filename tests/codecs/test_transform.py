@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from benchmarks.round_trip import round_trip
 from kvtier.build import codec_of, make_codec
-from kvtier.codecs.round_trip import round_trip
 from kvtier.codecs.transform import curve
 from kvtier.codecs.transform.codec import TransformCodec, TransformCoder
 from kvtier.codecs.transform.reference import _pack, _unpack

@@ -11,9 +11,9 @@ import pytest
 import torch
 from blake3 import blake3
 
-from kvtier.codecs.round_trip import round_trip
+from benchmarks.round_trip import round_trip
 from kvtier.codecs.turboquant.codebooks import CODEBOOKS
-from kvtier.codecs.turboquant.layout import PLANE_WIDTHS, PRESETS, Bits, LayerLayout
+from kvtier.codecs.turboquant.layout import PLANE_WIDTHS, PRESETS, Bits, SlabFormat
 from kvtier.codecs.turboquant.reference import (
     _pack,
     _unpack,
@@ -51,8 +51,8 @@ def nmse(x: torch.Tensor, y: torch.Tensor) -> float:
     return float((x.double() - y.double()).square().sum() / x.double().square().sum())
 
 
-def layout_of(size: int = 128, preset: str = "k4v4", tokens: int = 256) -> LayerLayout:
-    return LayerLayout(tokens, size, size, PRESETS[preset])
+def layout_of(size: int = 128, preset: str = "k4v4", tokens: int = 256) -> SlabFormat:
+    return SlabFormat(tokens, size, size, PRESETS[preset])
 
 
 # --- layout ---
@@ -71,12 +71,12 @@ def layout_of(size: int = 128, preset: str = "k4v4", tokens: int = 256) -> Layer
 )
 def test_layer_bytes(preset: str, size: int, n_bytes: int) -> None:
     layout = layout_of(size, preset)
-    assert layout.n_bytes == n_bytes
+    assert layout.layer_bytes == n_bytes
     assert n_bytes == 256 * size * sum(PRESETS[preset]) // 8 + 4 * 256 + 2 * size + 4 * size
 
 
 def test_thirty_two_layers_are_whole_pages() -> None:
-    assert 32 * layout_of().n_bytes == 270 * 4096
+    assert 32 * layout_of().layer_bytes == 270 * 4096
 
 
 @pytest.mark.parametrize("bits", PLANE_WIDTHS)
@@ -101,8 +101,8 @@ def test_every_bit_of_every_plane(bits: int, size: int) -> None:
 
 def test_order_of_the_parts() -> None:
     """Each part of a layer, found by what only it depends on."""
-    layout = LayerLayout(16, 64, 128, Bits(5, 4))
-    signs = signs_of(0, Extent(0, 1, 0, 1), layout, CPU)
+    layout = SlabFormat(16, 64, 128, Bits(5, 4))
+    signs = signs_of(layout, Extent(0, 1, 0, 1), CPU)
     k, v = normal((1, 1, 16, 64)), normal((1, 1, 16, 128), 1)
     base = encode_layer(k, v, layout, signs).data[0, 0]
     scaled_k = encode_layer(2 * k, v, layout, signs).data[0, 0]
@@ -119,7 +119,7 @@ def test_order_of_the_parts() -> None:
             "v scales": layout.v_scales,
             "k mean": layout.k_mean,
             "raw": layout.raw,
-            "": layout.n_bytes,
+            "": layout.layer_bytes,
         }
         names, starts = list(edges), list(edges.values())
         return {
@@ -164,8 +164,8 @@ def vector_input(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def digest(preset: str, size: int) -> str:
     k, v = vector_input(size)
-    layout = layout_of(size, preset, tokens=32)
-    encoded = encode_layer(k, v, layout, signs_of(9, Extent(4, 2, 1, 3), layout, CPU), 1e4)
+    layout = SlabFormat(32, size, size, PRESETS[preset], rope_base=1e4, seed=9)
+    encoded = encode_layer(k, v, layout, signs_of(layout, Extent(4, 2, 1, 3), CPU))
     assert not encoded.refused.any()
     return blake3(encoded.data.numpy().tobytes()).hexdigest()[:32]
 
@@ -191,7 +191,7 @@ def test_scales_and_decoding_to_the_letter() -> None:
     """One vector by hand: exact arithmetic in Python's whole numbers and fp32 where the format says so."""
     x = whole((128,), 3).float()
     layout = layout_of(128, "k4v4", tokens=16)
-    signs = signs_of(0, Extent(0, 1, 0, 1), layout, CPU)
+    signs = signs_of(layout, Extent(0, 1, 0, 1), CPU)
     v = x.repeat(16, 1)[None, None]
     k = torch.zeros_like(v)
     encoded = encode_layer(k, v, layout, signs).data
@@ -222,7 +222,7 @@ def test_scales_and_decoding_to_the_letter() -> None:
 def test_order_of_sums_and_shapes_change_nothing(dtype: torch.dtype) -> None:
     k, v = (normal((2, 2, 64, 128), seed).to(dtype) for seed in (4, 5))
     layout = layout_of(tokens=64)
-    signs = signs_of(0, Extent(3, 2, 0, 2), layout, CPU)
+    signs = signs_of(layout, Extent(3, 2, 0, 2), CPU)
     together = encode_layer(k, v, layout, signs)
     back = decode_layer(together.data, layout, signs, dtype)
     for layer in range(2):
@@ -273,7 +273,7 @@ def test_coding_what_was_decoded_changes_no_code(preset: str) -> None:
     """Codes of V, from which no mean is taken off. The scale may move by what fp16 and bf16 round away."""
     k, v = normal((2, 4, 256, 128), 9).bfloat16(), normal((2, 4, 256, 128), 10).bfloat16()
     layout = layout_of(128, preset)
-    signs = signs_of(0, Extent(0, 2, 0, 4), layout, CPU)
+    signs = signs_of(layout, Extent(0, 2, 0, 4), CPU)
     first = encode_layer(k, v, layout, signs).data
     again = encode_layer(*decode_layer(first, layout, signs, torch.bfloat16), layout, signs).data
     codes = slice(layout.v_codes, layout.k_scales)
@@ -317,7 +317,7 @@ def test_error_on_hard_data(kind: str, preset: str) -> None:
 
 def refused(k: torch.Tensor, v: torch.Tensor) -> bool:
     layout = layout_of(128, "k4v4", k.shape[-2])
-    return bool(encode_layer(k, v, layout, signs_of(0, Extent(0, 1, 0, 1), layout, CPU)).refused.any())
+    return bool(encode_layer(k, v, layout, signs_of(layout, Extent(0, 1, 0, 1), CPU)).refused.any())
 
 
 @pytest.mark.parametrize("plane", (0, 1))
@@ -385,8 +385,8 @@ def test_a_mean_of_nothing_is_plus_zero() -> None:
     """Its bytes are stored: a sum of whole numbers that are all -0 must be that of whole numbers."""
     k = normal((1, 1, 16, 64), 21) + 3
     k[..., 5] = -1e-9
-    layout = LayerLayout(16, 64, 64, PRESETS["k4v4"])
-    data = encode_layer(k, k, layout, signs_of(0, Extent(0, 1, 0, 1), layout, CPU)).data
+    layout = SlabFormat(16, 64, 64, PRESETS["k4v4"])
+    data = encode_layer(k, k, layout, signs_of(layout, Extent(0, 1, 0, 1), CPU)).data
     mean = data[0, 0, layout.k_mean : layout.raw].view(torch.int16)
     assert mean[5] == 0 and mean[4] != 0
 

@@ -102,9 +102,9 @@ def test_head_sizes(size: int, preset: str) -> None:
     "tiling",
     [
         TurboquantTiling(8, 1),
-        TurboquantTiling(16, 2, by_tensor=True),
-        TurboquantTiling(32, 2, mean_rows=16, early=True),
-        TurboquantTiling(16, 1, mean_rows=128, by_tensor=True, early=True),
+        TurboquantTiling(16, 2),
+        TurboquantTiling(32, 2),
+        TurboquantTiling(16, 1),
     ],
     ids=str,
 )

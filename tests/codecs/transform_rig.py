@@ -61,7 +61,6 @@ def check_transform(
 ) -> None:
     """Check that the kernels encode to the bytes of the reference, refuse what it refuses, and decode to its values but
     for a rounding. Two chunks of two layers and heads, one of vectors of other magnitudes; sums are checked too."""
-    from kvtier.codecs.coded_pages import SlabShape
     from kvtier.codecs.transform.device import CudaTransform, TransformTiling, TransformTilings
 
     layers, heads, held = 2, 2, Extent(3, 2, 5, 2)
@@ -94,11 +93,10 @@ def check_transform(
         ]
 
     def ours(of: PagedKV) -> CudaTransform:
-        shape = SlabShape(tokens, coder.n_bytes)
         if device != "cpu":
-            return CudaTransform(of, shape, held, table)
+            return CudaTransform(of, coder, held, table)
         widest = 1 << (max(sizes) - 1).bit_length()
-        return CudaTransform(of, shape, held, table, TransformTilings(*[TransformTiling(32 * widest, 1)] * 2), places=8)
+        return CudaTransform(of, coder, held, table, TransformTilings(*[TransformTiling(32 * widest, 1)] * 2), places=8)
 
     source, wanted, found = pages(True, "cpu"), moves("cpu"), moves(device)
     expected = VectorPages(source, coder, held).encode(wanted).wait()

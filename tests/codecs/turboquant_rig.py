@@ -37,7 +37,8 @@ def mover(
     others = (
         tiling if tiling.rows >= 16 * tiling.warps else SMALL
     )  # 8 rows a warp are enough for encoding by warps only
-    return turboquant_device.CudaTurboquant(pages, slab_format, held, tiling, others, others)
+    coder = TurboquantCoder(slab_format, held, DEVICE)
+    return turboquant_device.CudaTurboquant(pages, coder, held, tiling, others, others)
 
 
 def reference(pages: PagedKV, slab_format: SlabFormat, held: Extent) -> VectorPages:
@@ -61,7 +62,7 @@ def encoded(ours: turboquant_device.CudaTurboquant, moves: Sequence[Move]) -> li
 def ptx_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels take the path of a GPU, in the interpreter."""
     monkeypatch.setattr(tl, "inline_asm_elementwise", _elementwise)
-    monkeypatch.setattr(turboquant_device.CudaTurboquant, "_is_fast", True)
+    monkeypatch.setattr(turboquant_device.CudaTurboquant, "is_fast", True)
 
 
 def _elementwise(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from kvtier.codecs.round_trip import round_trip
+from benchmarks.round_trip import round_trip
 from kvtier.errors import KVTierError
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.index.lmdb.index import LmdbIndex

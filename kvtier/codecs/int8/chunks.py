@@ -22,6 +22,7 @@ from triton.language.standard import _elementwise_max, _elementwise_min
 from kvtier.codecs.int8.codec import CODE_MAX, CODE_UNIT, ELEMENT_MAX, PAIR_CODES, RATIO_MAX, RAW_TOKENS, STEP_MIN
 from kvtier.kernels.device_part_sum import answer_layer
 from kvtier.kernels.tiles import (
+    WHOLE,
     floats,
     load_words,
     plane_of_head,
@@ -39,7 +40,6 @@ _CODE_MAX, _CODE_UNIT, _STEP_MIN, _ELEMENT_MAX = (
 _PAIR_CODES, _PAIR_CODES_ROOT = tl.constexpr(PAIR_CODES), tl.constexpr(PAIR_CODES**0.5)
 _RATIO_MAX = tl.constexpr(RATIO_MAX)
 _RAW_TOKENS = tl.constexpr(RAW_TOKENS)
-_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: the sum with it has a whole number in its lower bits
 _INFINITY = tl.constexpr(float("inf"))
 
 
@@ -95,7 +95,7 @@ def _inverse(step_bits: tl.tensor, C: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _codes(low: tl.tensor, high: tl.tensor) -> tl.tensor:
     """int16: codes of low in the lower and of high in the upper byte."""
-    low, high = tl.clamp(low, -_CODE_MAX, _CODE_MAX) + _WHOLE, tl.clamp(high, -_CODE_MAX, _CODE_MAX) + _WHOLE
+    low, high = tl.clamp(low, -_CODE_MAX, _CODE_MAX) + WHOLE, tl.clamp(high, -_CODE_MAX, _CODE_MAX) + WHOLE
     pair = (low.to(tl.int32, bitcast=True) & 0xFF) | (high.to(tl.int32, bitcast=True) << 8)
     return pair.to(tl.int16)
 
@@ -167,7 +167,7 @@ def _least_and_range(least: tl.tensor, largest: tl.tensor) -> tuple[tl.tensor, t
 @triton.jit
 def _whole(x: tl.tensor, n: tl.tensor) -> tl.tensor:
     """Round to whole numbers from 0 to n - 1."""
-    return (tl.clamp(x, 0.0, n - 1.0) + _WHOLE) - _WHOLE
+    return (tl.clamp(x, 0.0, n - 1.0) + WHOLE) - WHOLE
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def _pair_codes(a: tl.tensor, b: tl.tensor, scale: tl.tuple, inverse: tl.tensor)
     """int32: codes of pairs, below 2^16. scale: the result of `_make_scale`."""
     a_least, b_least, _, n_a, n_b = scale
     a, b = _whole((a - a_least) * inverse, n_a), _whole((b - b_least) * inverse, n_b)
-    return (a * n_b + b + _WHOLE).to(tl.int32, bitcast=True) & 0xFFFF
+    return (a * n_b + b + WHOLE).to(tl.int32, bitcast=True) & 0xFFFF
 
 
 @triton.jit
@@ -192,20 +192,15 @@ def _load_pairs(
 
 @triton.jit
 def _encode_k(
-    plane: tl.tensor,
-    head: tl.tensor,
-    blocks: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    raw: tl.tensor,
-    P: tl.constexpr,
-    C: tl.constexpr,
+    plane: tl.tensor, head: tl.tensor, blocks: tl.tensor, slab: tl.tuple, P: tl.constexpr, C: tl.constexpr
 ) -> tl.tensor:
     """Encode K of one layer, head and chunk, by pairs of channels. Return bits of the largest magnitude of each row of
     a tile.
 
-    plane: to base and strides, as in kvtier.kernels.device. codes, scales, raw: pointers to their words in the slab.
+    plane: to base and strides, as in kvtier.kernels.device. slab: pointers to the words of codes, scales and raw
+    tokens.
     """
+    codes, scales, raw = slab
     SHAPE: tl.constexpr = (C.rows, P.padded // 64, 16)
     WORDS: tl.constexpr = P.size // 4
     vectors = plane_of_head(plane, head)
@@ -253,17 +248,11 @@ def _encode_k(
 
 @triton.jit
 def _encode_v(
-    plane: tl.tensor,
-    head: tl.tensor,
-    blocks: tl.tensor,
-    codes: tl.tensor,
-    steps: tl.tensor,
-    raw: tl.tensor,
-    P: tl.constexpr,
-    C: tl.constexpr,
+    plane: tl.tensor, head: tl.tensor, blocks: tl.tensor, slab: tl.tuple, P: tl.constexpr, C: tl.constexpr
 ) -> tl.tensor:
-    """Encode V of one layer, head and chunk, by token. codes, steps: pointers to int16. Other arguments and result as
-    in `_encode_k`."""
+    """Encode V of one layer, head and chunk, by token. slab: pointers to codes and steps, int16, and to words of raw
+    tokens. Other arguments and result as in `_encode_k`."""
+    codes, steps, raw = slab
     vectors = plane_of_head(plane, head)
     tops = tl.full((C.rows,), 0, tl.int32)
     for start in range(0, C.tokens, C.rows):
@@ -318,17 +307,9 @@ def encode_chunks(
     codes = tl.multiple_of((slab + first).to(tl.pointer_type(tl.int16)), 16)
     words = codes.to(tl.pointer_type(tl.int32))
     raw = words + RAW // 4
-    k_tops = _encode_k(plane, first_head + head, move + 2, words, words + SCALES // 4, raw, K, C)
-    v_tops = _encode_v(
-        plane + 4,
-        first_head + head,
-        move + 2,
-        codes + V_CODES // 2,
-        codes + V_STEPS // 2,
-        raw + _RAW_TOKENS * K.size // 2,
-        V,
-        C,
-    )
+    k_tops = _encode_k(plane, first_head + head, move + 2, (words, words + SCALES // 4, raw), K, C)
+    v_slab = (codes + V_CODES // 2, codes + V_STEPS // 2, raw + _RAW_TOKENS * K.size // 2)
+    v_tops = _encode_v(plane + 4, first_head + head, move + 2, v_slab, V, C)
     top = tl.reduce(tl.maximum(k_tops, v_tops), 0, _elementwise_max).to(tl.float32, bitcast=True)
     is_refused = (top < _ELEMENT_MAX) == 0  # also where it is NaN
     tl.debug_barrier()
@@ -365,7 +346,7 @@ def _pair_elements(
     code = code.to(tl.float32)
     # The rounded number is a + (b + 0.5) / n_b - 0.5, at least 0.5 / n_b away from the next rounding boundary. So the
     # error of `inverse` cannot change a.
-    a = (((code + 0.5) * inverse - 0.5) + _WHOLE) - _WHOLE
+    a = (((code + 0.5) * inverse - 0.5) + WHOLE) - WHOLE
     return a_least + a * step, b_least + (code - a * n_b) * step
 
 
@@ -375,13 +356,12 @@ def _decode_k(
     head: tl.tensor,
     blocks: tl.tensor,
     first_token: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    raw: tl.tensor,
+    slab: tl.tuple,
     P: tl.constexpr,
     C: tl.constexpr,
 ) -> None:
     """Decode K of one layer, head and chunk. Arguments as in `_encode_k`. first_token: the first one to fill."""
+    codes, scales, raw = slab
     WORDS: tl.constexpr = P.size // 4
     vectors = plane_of_head(plane, head)
     column, _, is_column = _pair_columns(P)
@@ -413,13 +393,12 @@ def _decode_v(
     head: tl.tensor,
     blocks: tl.tensor,
     first_token: tl.tensor,
-    codes: tl.tensor,
-    steps: tl.tensor,
-    raw: tl.tensor,
+    slab: tl.tuple,
     P: tl.constexpr,
     C: tl.constexpr,
 ) -> None:
     """Decode V of one layer, head and chunk. Arguments as in `_encode_v`. first_token: the first one to fill."""
+    codes, steps, raw = slab
     vectors = plane_of_head(plane, head)
     for start in range(0, C.tokens, C.rows):
         row = start + tl.arange(0, C.rows)
@@ -459,15 +438,6 @@ def decode_chunks(
     words = codes.to(tl.pointer_type(tl.int32))
     raw = words + RAW // 4
     first_token = tl.load(move + 1) * C.block_tokens
-    _decode_k(plane, first_head + head, move + 2, first_token, words, words + SCALES // 4, raw, K, C)
-    _decode_v(
-        plane + 4,
-        first_head + head,
-        move + 2,
-        first_token,
-        codes + V_CODES // 2,
-        codes + V_STEPS // 2,
-        raw + _RAW_TOKENS * K.size // 2,
-        V,
-        C,
-    )
+    _decode_k(plane, first_head + head, move + 2, first_token, (words, words + SCALES // 4, raw), K, C)
+    v_slab = (codes + V_CODES // 2, codes + V_STEPS // 2, raw + _RAW_TOKENS * K.size // 2)
+    _decode_v(plane + 4, first_head + head, move + 2, first_token, v_slab, V, C)

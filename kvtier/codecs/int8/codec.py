@@ -50,8 +50,8 @@ import numpy as np
 import torch
 
 from kvtier.codecs.base import BaseCodec, Mover
-from kvtier.codecs.error_watch import Sampled, WatchedMover
-from kvtier.codecs.vectors import EncodedLayer, VectorPages, check_vectors
+from kvtier.codecs.error_watch import WatchedMover
+from kvtier.codecs.vectors import EncodedLayer, VectorPages, check_vectors, rounded
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Extent, Geometry
 from kvtier.kernels.paged import PagedKV
@@ -86,7 +86,7 @@ class Int8Codec(BaseCodec):
     def prepare(self, pages: PagedKV, geometry: Geometry, held: Extent) -> None:
         coder = Int8Coder.of(geometry)
         mover = _make_mover(pages, coder, held)
-        self._movers[id(pages)] = WatchedMover(mover, self.name, coder, Sampled(pages, held))
+        self._movers[id(pages)] = WatchedMover(mover, self.name, VectorPages(pages, coder, held))
 
 
 class Int8Coder:
@@ -129,8 +129,8 @@ class Int8Coder:
             part.contiguous().view(kind) for part, kind in zip(parts, dtypes, strict=True)
         )
         k_codes, v_codes = (x.view(*x.shape[:-1], tokens, -1) for x in (k_codes, v_codes))
-        k = _rounded(_decode_k(EncodedK(k_codes, least, step, n_b)), dtype)
-        v = _rounded(v_codes.float() * v_step.float().unsqueeze(-1), dtype)
+        k = rounded(_decode_k(EncodedK(k_codes, least, step, n_b)), dtype)
+        v = rounded(v_codes.float() * v_step.float().unsqueeze(-1), dtype)
         k[..., :RAW_TOKENS, :] = raw_k.view(*raw_k.shape[:-1], RAW_TOKENS, k_size).to(dtype)
         v[..., :RAW_TOKENS, :] = raw_v.view(*raw_v.shape[:-1], RAW_TOKENS, v_size).to(dtype)
         return k, v
@@ -187,14 +187,12 @@ def _in_pairs(x: torch.Tensor) -> torch.Tensor:
 
 
 def _make_mover(pages: PagedKV, coder: Int8Coder, held: Extent) -> Mover:
-    device = pages.layers[0].k.device
-    if device.type == "cpu":
+    if pages.layers[0].k.device.type == "cpu":
         return VectorPages(pages, coder, held)
-    from kvtier.codecs.coded_pages import SlabShape
     from kvtier.codecs.int8.device import CudaInt8  # needs Triton, which hosts without a GPU may lack
 
     try:
-        return CudaInt8(pages, SlabShape(coder.tokens, coder.n_bytes), held)
+        return CudaInt8(pages, coder, held)
     except ValueError as fault:
         log.warning("codec int8 runs without its kernels, many times slower: %s", fault)
         return VectorPages(pages, coder, held)
@@ -217,11 +215,6 @@ def _codes(x: torch.Tensor, step: torch.Tensor, least: float, last: torch.Tensor
     inverse = torch.where(step == 0, 0.0, torch.ones_like(step).float() / step.float())
     # NaN, of which a chunk is refused, has no code that all machines agree on.
     return torch.round((x * inverse).clamp_min(least).clamp_max(last)).nan_to_num(0.0)
-
-
-def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    limit = torch.finfo(dtype).max
-    return x.clamp(-limit, limit).to(dtype)
 
 
 def _bytes(part: torch.Tensor, n_outer: int) -> torch.Tensor:

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from kvtier.codecs.coded_pages import CodedPages, Group, SlabShape
+from kvtier.codecs.coded_pages import CodedPages, Group
 from kvtier.codecs.int8.chunks import Int8ChunkShape, PlaneShape, decode_chunks, encode_chunks
+from kvtier.codecs.vectors import LayerCoder
 from kvtier.format.checksum import PAIRS_PER_PAGE
 from kvtier.format.geometry import Extent
 from kvtier.kernels.paged import PagedKV
@@ -34,7 +35,7 @@ class CudaInt8(CodedPages):
     def __init__(
         self,
         pages: PagedKV,
-        slabs: SlabShape,
+        coder: LayerCoder,
         held: Extent,
         encode_tiling: Int8Tiling = ENCODE_TILINGS[0],
         decode_tiling: Int8Tiling = DECODE_TILINGS[0],
@@ -44,19 +45,19 @@ class CudaInt8(CodedPages):
         Raises ValueError for pages, heads or chunks that the kernels cannot take.
         """
         sizes = [plane.shape[3] for plane in pages.layers[0].planes]
-        if any(size % _ELEMENTS for size in sizes) or slabs.tokens % _TOKENS:
+        if any(size % _ELEMENTS for size in sizes) or coder.tokens % _TOKENS:
             raise ValueError(
-                f"heads of {sizes} elements, chunks of {slabs.tokens} tokens: the kernels take multiples of {_ELEMENTS}"
+                f"heads of {sizes} elements, chunks of {coder.tokens} tokens: the kernels take multiples of {_ELEMENTS}"
                 f" and {_TOKENS}"
             )
-        super().__init__(pages, slabs, held)
+        super().__init__(pages, coder, held)
         self._k, self._v = (PlaneShape(size, max(64, 1 << (size - 1).bit_length())) for size in sizes)
         self._tilings = (encode_tiling, decode_tiling)
         self.prepare()
 
     def launch_encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
         tiling, patch = self._tilings[0], group.patch
-        encode_chunks[(patch.n_heads, patch.n_layers, len(group.places))](
+        encode_chunks[group.grid](
             self.planes,
             table,
             answers,
@@ -74,7 +75,7 @@ class CudaInt8(CodedPages):
 
     def launch_decode(self, group: Group, table: torch.Tensor) -> None:
         tiling, patch = self._tilings[1], group.patch
-        decode_chunks[(patch.n_heads, patch.n_layers, len(group.places))](
+        decode_chunks[group.grid](
             self.planes,
             table,
             patch.page_layer,
@@ -90,9 +91,4 @@ class CudaInt8(CodedPages):
 
     def _shape(self, tiling: Int8Tiling) -> Int8ChunkShape:
         rows = max(1, tiling.elements // max(self._k.padded, self._v.padded))
-        return Int8ChunkShape(self.tokens, self.block_tokens, self.is_bf16, rows, self._is_fast)
-
-    @property
-    def _is_fast(self) -> bool:
-        device = self.device  # on the CPU it is interpreted, for tests
-        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        return Int8ChunkShape(self.tokens, self.block_tokens, self.is_bf16, rows, self.is_fast)

@@ -20,15 +20,13 @@ from triton.language.standard import _elementwise_max
 
 from kvtier.codecs.transform.reference import GAIN_LEAST, GAIN_MIN, POWER_UNIT, Q_EXPONENT, RAW_TOKENS, U_MAX
 from kvtier.kernels.device_part_sum import answer_layer
-from kvtier.kernels.tiles import fused, plane_of_head, quotient, square_root, total
+from kvtier.kernels.tiles import WHOLE, WHOLE_BITS, fused, plane_of_head, quotient, square_root, total
 
 _GAIN_LEAST, _GAIN_MIN, _POWER_UNIT, _Q_EXPONENT, _U_MAX = (
     tl.constexpr(number) for number in (GAIN_LEAST, GAIN_MIN, POWER_UNIT, Q_EXPONENT, U_MAX)
 )
 _RAW_TOKENS = tl.constexpr(RAW_TOKENS)
 _KEPT = tl.constexpr(128)  # components of the largest vectors whose matrices stay in shared memory between tiles
-_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: the sum with it is rounded to a whole number
-_WHOLE_BITS = tl.constexpr(0x4B400000)
 
 
 class TransformPlane(NamedTuple):
@@ -165,7 +163,7 @@ def _component_sums(
 @triton.jit
 def _whole(x: tl.tensor, factor: tl.tensor) -> tl.tensor:
     """Return x * factor, rounded to a whole number."""
-    return (x * factor + _WHOLE).to(tl.int32, bitcast=True) - _WHOLE_BITS
+    return (x * factor + WHOLE).to(tl.int32, bitcast=True) - WHOLE_BITS
 
 
 @triton.jit
@@ -184,8 +182,8 @@ def _gains(n: tl.tensor, counted: tl.tensor, e: tl.tensor, C: tl.constexpr) -> t
     n *= n
     unit = tl.full(n.shape, _POWER_UNIT, tl.float32)
     # Multiplying by a power of two is exact, so only the sum is rounded.
-    rounded = fused(n, unit, tl.full(n.shape, _WHOLE, tl.float32), C.fast)
-    summed = total(rounded.to(tl.int32, bitcast=True) - _WHOLE_BITS, 1)
+    rounded = fused(n, unit, tl.full(n.shape, WHOLE, tl.float32), C.fast)
+    summed = total(rounded.to(tl.int32, bitcast=True) - WHOLE_BITS, 1)
     root = tl.where(summed == 0, 1.0, summed.to(tl.float32) * counted)
     root = square_root(square_root(square_root(root, C.fast), C.fast), C.fast)
     g = tl.maximum(tl.where(summed == 0, 0.0, root) * _float(exponent << 23), _GAIN_MIN)

@@ -87,7 +87,6 @@ class TransformCoder:
 def _make_mover(pages: PagedKV, coder: TransformCoder, held: Extent, table: TransformTable) -> Mover:
     if pages.layers[0].k.device.type == "cpu":
         return VectorPages(pages, coder, held)
-    from kvtier.codecs.coded_pages import SlabShape
     from kvtier.codecs.transform.device import CudaTransform  # needs Triton, which hosts without a GPU may lack
 
-    return CudaTransform(pages, SlabShape(coder.tokens, coder.n_bytes), held, table)
+    return CudaTransform(pages, coder, held, table)

@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 import torch
 
-from kvtier.codecs.coded_pages import CodedPages, Group, SlabShape
+from kvtier.codecs.coded_pages import CodedPages, Group
 from kvtier.codecs.transform.chunks import TransformPlane, TransformShape, decode_chunks, encode_chunks
 from kvtier.codecs.transform.curve import CURVES
 from kvtier.codecs.transform.reference import PlaneCoder, angles
 from kvtier.codecs.transform.table import GROUP, PlaneTable, TransformTable
+from kvtier.codecs.vectors import LayerCoder
 from kvtier.format.checksum import PAIRS_PER_PAGE
 from kvtier.format.geometry import Extent
 from kvtier.kernels.launch import on_device
@@ -54,7 +55,7 @@ class CudaTransform(CodedPages):
     def __init__(
         self,
         pages: PagedKV,
-        slabs: SlabShape,
+        coder: LayerCoder,
         held: Extent,
         table: TransformTable,
         tilings: TransformTilings = TILINGS,
@@ -64,7 +65,7 @@ class CudaTransform(CodedPages):
 
         Raises ValueError for pages that are not bf16 or fp16, or not aligned to 16 bytes.
         """
-        super().__init__(pages, slabs, held)
+        super().__init__(pages, coder, held)
         self._tilings = tilings
         device = self.device
         sizes = [plane.shape[3] for plane in pages.layers[0].planes]
@@ -73,15 +74,14 @@ class CudaTransform(CodedPages):
             for number, size in enumerate(sizes)
         )
         widest = max(self._k.padded, self._v.padded)
-        fast = device.type == "cuda"  # on the CPU it is interpreted, for tests
         self._shapes = [
-            TransformShape(slabs.tokens, pages.block_tokens, self.is_bf16, tiling.rows_of(widest), places, fast)
+            TransformShape(coder.tokens, pages.block_tokens, self.is_bf16, tiling.rows_of(widest), places, self.is_fast)
             for tiling in tilings
         ]
         layers = slice(held.first_layer, held.end_layer)
         row_bytes = table.row_bytes[layers, 0].int()
         unique, bases = torch.unique(table.frequencies[layers], dim=0, return_inverse=True)
-        positions = torch.arange(slabs.tokens), torch.arange(places) * slabs.tokens
+        positions = torch.arange(coder.tokens), torch.arange(places) * coder.tokens
         turns = [torch.stack([torch.cat(angles(each, at), -1) for each in unique]) for at in positions]
         starts = torch.cat([torch.zeros(1, dtype=torch.int32), row_bytes.cumsum(0).int()])
         planes = [plane.of(held, torch.device("cpu")) for plane in (table.k, table.v)]
@@ -101,14 +101,13 @@ class CudaTransform(CodedPages):
         self.prepare()
 
     def launch_encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
-        patch = group.patch
-        encode_chunks[(patch.n_heads, patch.n_layers, len(group.places))](
+        encode_chunks[group.grid](
             self.planes,
             table,
             answers,
             self._tables,
             *self._encoding,
-            *self._place(group),
+            *self.place(group),
             self._k,
             self._v,
             self._shapes[0],
@@ -120,13 +119,12 @@ class CudaTransform(CodedPages):
         )
 
     def launch_decode(self, group: Group, table: torch.Tensor) -> None:
-        patch = group.patch
-        decode_chunks[(patch.n_heads, patch.n_layers, len(group.places))](
+        decode_chunks[group.grid](
             self.planes,
             table,
             self._tables,
             *self._decoding,
-            *self._place(group),
+            *self.place(group),
             self._k,
             self._v,
             self._shapes[1],
@@ -135,10 +133,6 @@ class CudaTransform(CodedPages):
             maxnreg=self._tilings.decode.registers,
             enable_fp_fusion=False,
         )
-
-    def _place(self, group: Group) -> tuple[int, ...]:
-        patch = group.patch
-        return patch.page_layer, patch.page_head, self.held.n_heads, group.slab_start, group.slab_bytes
 
 
 class _PlaneParts(NamedTuple):

@@ -41,7 +41,7 @@ import torch
 
 from kvtier.codecs.transform.curve import CURVES
 from kvtier.codecs.transform.table import GROUP, LEVELS, PlaneTable
-from kvtier.codecs.vectors import EncodedLayer
+from kvtier.codecs.vectors import EncodedLayer, octets, raw_dtype, rounded, square_root
 
 RAW_TOKENS = 1  # tokens at the start of a chunk that are stored as they are
 POSITION_BYTES = 16
@@ -93,7 +93,7 @@ def encode_layer(
 ) -> EncodedLayer:
     """Encode one layer. k, v: (heads, T, size). coders: of K and V. frequencies: (dk / 2). position: of the chunk."""
     heads, tokens, _ = k.shape
-    raw = [_bytes(x[:, :RAW_TOKENS].to(_raw_dtype(x.dtype))) for x in (k, v)]
+    raw = [octets(x[:, :RAW_TOKENS].to(raw_dtype(x.dtype)).flatten(1)) for x in (k, v)]
     planes = turned(k.float(), frequencies, position, False), v.float()
     found = [_encode_vectors(x, coder) for x, coder in zip(planes, coders, strict=True)]
     bits = torch.cat([coder.bits for coder in coders], -1)
@@ -119,10 +119,9 @@ def decode_layer(
     position = int(place[0, :4].cpu().numpy().view("<u4")[0])
     found = []
     for x, raw in ((turned(k, frequencies, position, True), raw_k), (v, raw_v)):
-        limit = torch.finfo(dtype).max
-        x = x.clamp(-limit, limit).to(dtype)
+        x = rounded(x, dtype)
         first = x[:, :RAW_TOKENS]
-        first.copy_(raw.contiguous().view(_raw_dtype(dtype)).view(first.shape))
+        first.copy_(raw.contiguous().view(raw_dtype(dtype)).view(first.shape))
         found.append(x)
     return found[0], found[1]
 
@@ -145,7 +144,7 @@ def _encode_vectors(x: torch.Tensor, coder: PlaneCoder) -> _PlaneCodes:
     power = (coded.abs().amax(-1, keepdim=True).clamp(min=GAIN_MIN).view(torch.int32) >> 23 << 23).view(torch.float32)
     fourths = (coded * (1 / power)).square().square()
     total = torch.round(fourths.square() * POWER_UNIT).sum(-1, keepdim=True, dtype=torch.float64).float()
-    root = _square_root(_square_root(_square_root(total * coder.counted)))
+    root = square_root(square_root(square_root(total * coder.counted)))
     g = (root * power).clamp(min=GAIN_MIN)
     gain = (((g.view(torch.int32) + (1 << 19)) >> 20) + 8 * e - GAIN_LEAST).clamp(0, 255)
     inverse = 1 / ((gain + GAIN_LEAST - 8 * e) << 20).view(torch.float32)
@@ -219,17 +218,3 @@ def _unpack(rows: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
         part[:, there] = row.long()
     numbers = (parts << (8 * torch.arange(8, device=rows.device))).sum(-1, keepdim=True)
     return ((numbers >> shifts).flatten(-2)) & ((1 << bits) - 1)
-
-
-def _square_root(x: torch.Tensor) -> torch.Tensor:
-    """Return the root of fp32, rounded to nearest even. torch's own may be MKL's, which is not on all processors."""
-    return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else torch.sqrt(x)
-
-
-def _raw_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.bfloat16 if dtype == torch.float32 else dtype
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """(heads, bytes) of (heads, ...)."""
-    return x.contiguous().flatten(1).view(torch.uint8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvtier.codecs.base import BaseCodec, Mover
-from kvtier.codecs.error_watch import Sampled, WatchedMover
+from kvtier.codecs.error_watch import WatchedMover
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.codecs.turboquant.reference import Signs, decode_layer, encode_layer, signs_of
 from kvtier.codecs.turboquant.rotation import HEAD_SIZES
@@ -42,8 +42,7 @@ class Turboquant(BaseCodec):
             mover = _make_mover(pages, coder, held)
         except ValueError as fault:
             raise ConfigError("codec", self._preset, f"{fault}: set it to raw") from fault
-        sampled = Sampled(pages, held, self._rope_base)
-        self._movers[id(pages)] = WatchedMover(mover, self._preset, coder, sampled)
+        self._movers[id(pages)] = WatchedMover(mover, self._preset, VectorPages(pages, coder, held), self._rope_base)
 
     def _format(self, geometry: Geometry) -> SlabFormat:
         sizes = (geometry.chunk_tokens, geometry.k_head_size, geometry.v_head_size)
@@ -60,18 +59,15 @@ class TurboquantCoder:
     """kvtier.codecs.vectors.LayerCoder for some layers and heads of a model."""
 
     def __init__(self, slab_format: SlabFormat, held: Extent, device: torch.device) -> None:
-        self.format = slab_format
+        self.format, self.tokens, self.n_bytes = slab_format, slab_format.tokens, slab_format.n_bytes
         self._held = held
-        self._signs = signs_of(slab_format.seed, held, slab_format.layer, device)
-
-    def n_bytes(self, layers: range) -> int:
-        return self.format.n_bytes(layers)
+        self._signs = signs_of(slab_format, held, device)
 
     def encode(self, k: torch.Tensor, v: torch.Tensor, cells: Extent, position: int = 0) -> EncodedLayer:
-        return encode_layer(k, v, self.format.layer, self._signs_of(cells), self.format.rope_base)
+        return encode_layer(k, v, self.format, self._signs_of(cells))
 
     def decode(self, data: torch.Tensor, cells: Extent, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        return decode_layer(data, self.format.layer, self._signs_of(cells), dtype, self.format.rope_base)
+        return decode_layer(data, self.format, self._signs_of(cells), dtype)
 
     def _signs_of(self, cells: Extent) -> Signs:
         """(heads, size) each, of one layer."""
@@ -85,4 +81,4 @@ def _make_mover(pages: PagedKV, coder: TurboquantCoder, held: Extent) -> Mover:
         return VectorPages(pages, coder, held)
     from kvtier.codecs.turboquant.device import CudaTurboquant  # needs Triton, which hosts without a GPU may lack
 
-    return CudaTurboquant(pages, coder.format, held)
+    return CudaTurboquant(pages, coder, held)

@@ -98,18 +98,15 @@ def _decode_plane(
     plane: tl.tensor,
     head: tl.tensor,
     move: tl.tensor,
-    signs: tl.tensor,
-    matrix: tl.tensor,
-    centroids: tl.tensor,
-    angles: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    mean: tl.tensor,
-    raw: tl.tensor,
+    tables: tl.tuple,
+    slab: tl.tuple,
     P: tl.constexpr,
     C: tl.constexpr,
 ) -> None:
-    """Decodes K or V of one layer, head and chunk. Arguments as in turboquant_encode; move: to a row of the table."""
+    """Decodes K or V of one layer, head and chunk. Arguments as in turboquant_encode; move: to a row of the table.
+    tables: words to flip elements with, decode_matrix, centroids by code, tile_angles."""
+    signs, matrix, centroids, angles = tables
+    codes, scales, mean, raw = slab
     ROWS: tl.constexpr = C.rows
     column = tile_columns(P)
     place = tl.arange(0, P.padded)
@@ -185,19 +182,8 @@ def decode_chunks(
     start = tl.multiple_of((tl.load(move) + first).to(tl.pointer_type(tl.int8)), 16)
     scales = (start + (K_BYTES + V_BYTES)).to(tl.pointer_type(tl.float16))
     mean, raw = (start + MEAN).to(tl.pointer_type(tl.int32)), (start + RAW).to(tl.pointer_type(tl.int32))
-    _decode_plane(plane, first_head + head, move, flips, k_matrix, k_centroids, angles, start, scales, mean, raw, K, C)
-    _decode_plane(
-        plane + 4,
-        first_head + head,
-        move,
-        flips + WIDEST // 2,
-        v_matrix,
-        v_centroids,
-        angles,
-        start + K_BYTES,
-        scales + C.tokens,
-        mean,
-        raw + _RAW_TOKENS * K.size // 2,
-        V,
-        C,
-    )
+    k_tables, v_tables = (flips, k_matrix, k_centroids, angles), (flips + WIDEST // 2, v_matrix, v_centroids, angles)
+    k_slab = (start, scales, mean, raw)
+    v_slab = (start + K_BYTES, scales + C.tokens, mean, raw + _RAW_TOKENS * K.size // 2)
+    _decode_plane(plane, first_head + head, move, k_tables, k_slab, K, C)
+    _decode_plane(plane + 4, first_head + head, move, v_tables, v_slab, V, C)

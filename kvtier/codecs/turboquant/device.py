@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.codecs.coded_pages import CodedPages, Group, SlabShape
+from kvtier.codecs.coded_pages import CodedPages, Group
+from kvtier.codecs.turboquant.codec import TurboquantCoder
 from kvtier.codecs.turboquant.decode import decode_chunks
 from kvtier.codecs.turboquant.encode import encode_chunks
 from kvtier.codecs.turboquant.layout import SlabFormat
@@ -36,19 +37,12 @@ from kvtier.kernels.paged import PagedKV
 
 
 class TurboquantTiling(NamedTuple):
-    """Tokens of a head that a program works on at once, a multiple of 16 a warp; warps; registers a thread at most,
-    0 for what the compiler likes.
-
-    Of the encoding by warps (kvtier.codecs.turboquant.warps) a multiple of 8 a warp is enough; for mean_rows (0: as
-    rows), by_tensor and early see TurboquantChunkShape.
-    """
+    """Tokens of a head that a program works on at once, a multiple of 16 a warp (of 8 in the encoding by warps,
+    kvtier.codecs.turboquant.warps); warps; registers a thread at most, 0 for what the compiler likes."""
 
     rows: int
     warps: int
     registers: int = 0
-    mean_rows: int = 0
-    by_tensor: bool = False
-    early: bool = False
 
     def registers_for(self, k: PlaneCode, v: PlaneCode) -> int | None:
         """None where there is no limit: larger vectors do not fit into it, and more thresholds spill."""
@@ -58,21 +52,9 @@ class TurboquantTiling(NamedTuple):
 
 # benchmarks/gpu/codec_kernels.py --tune tries all of these. The first of each is in use; none was measured with version
 # 3 of the format, which takes K's rotary embedding off. With fewer registers the kernels spill.
-ENCODE_TILINGS = (
-    TurboquantTiling(32, 4, 128, 32, True, True),
-    TurboquantTiling(32, 4, 96, 32, True, True),
-    TurboquantTiling(32, 4, 128, 32, True),
-    TurboquantTiling(64, 8, 128, 64),
-)
+ENCODE_TILINGS = (TurboquantTiling(32, 4, 128), TurboquantTiling(32, 4, 96), TurboquantTiling(64, 8, 128))
 WHOLE_TILING = TurboquantTiling(64, 4, 128)  # of the encoding that is not by warps
-DECODE_TILINGS = (
-    TurboquantTiling(64, 4),
-    TurboquantTiling(64, 4, 128),
-    TurboquantTiling(32, 2),
-    TurboquantTiling(128, 8),
-    TurboquantTiling(128, 8, 128),
-    TurboquantTiling(128, 4),
-)
+DECODE_TILINGS = (TurboquantTiling(64, 4), TurboquantTiling(64, 4, 128), TurboquantTiling(32, 2))
 
 
 class _DeviceTables(NamedTuple):
@@ -89,7 +71,7 @@ class CudaTurboquant(CodedPages):
     def __init__(
         self,
         pages: PagedKV,
-        slab_format: SlabFormat,
+        coder: TurboquantCoder,
         held: Extent,
         encode_tiling: TurboquantTiling = ENCODE_TILINGS[0],
         decode_tiling: TurboquantTiling = DECODE_TILINGS[0],
@@ -99,8 +81,8 @@ class CudaTurboquant(CodedPages):
 
         Raises ValueError for pages that are not bf16 or fp16, or not aligned to 16 bytes.
         """
-        super().__init__(pages, SlabShape(slab_format.tokens, slab_format.n_bytes), held)
-        self._format = slab_format
+        super().__init__(pages, coder, held)
+        self._format = slab_format = coder.format
         self._tilings, self._whole_tiling = (encode_tiling, decode_tiling), whole_tiling
         with on_device(self.device):
             self._signs = self._to_device(_sign_words(slab_format, held))
@@ -111,25 +93,18 @@ class CudaTurboquant(CodedPages):
 
     def launch_encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
         k, v = self._tables
-        tiling, shape = self._encoding(k.code, v.code)
-        encode_chunks[(group.patch.n_heads, group.patch.n_layers, len(group.places))](
+        by_warps = k.code.suits_warps and v.code.suits_warps
+        tiling = self._tilings[0] if by_warps else self._whole_tiling
+        tables = self._signs, k.encode_matrix, v.encode_matrix, k.squares, v.squares, self._angles
+        encode_chunks[group.grid](
             self.planes,
             table,
-            self._signs,
-            k.encode_matrix,
-            v.encode_matrix,
-            k.squares,
-            v.squares,
-            self._angles,
+            *tables,
             answers,
-            group.patch.page_layer,
-            group.patch.page_head,
-            self.held.n_heads,
-            group.slab_start,
-            group.slab_bytes,
+            *self.place(group),
             k.code,
             v.code,
-            shape,
+            self._shape(tiling, by_warps),
             PAIRS_PER_PAGE,
             num_warps=tiling.warps,
             num_stages=1,
@@ -140,20 +115,12 @@ class CudaTurboquant(CodedPages):
     def launch_decode(self, group: Group, table: torch.Tensor) -> None:
         k, v = self._tables
         tiling = self._tilings[1]
-        decode_chunks[(group.patch.n_heads, group.patch.n_layers, len(group.places))](
+        tables = self._signs, k.decode_matrix, v.decode_matrix, k.centroids, v.centroids, self._angles
+        decode_chunks[group.grid](
             self.planes,
             table,
-            self._signs,
-            k.decode_matrix,
-            v.decode_matrix,
-            k.centroids,
-            v.centroids,
-            self._angles,
-            group.patch.page_layer,
-            group.patch.page_head,
-            self.held.n_heads,
-            group.slab_start,
-            group.slab_bytes,
+            *tables,
+            *self.place(group),
             k.code,
             v.code,
             self._shape(tiling),
@@ -163,41 +130,22 @@ class CudaTurboquant(CodedPages):
             enable_fp_fusion=False,
         )
 
-    def _encoding(self, k: PlaneCode, v: PlaneCode) -> tuple[TurboquantTiling, TurboquantChunkShape]:
-        if not (k.suits_warps and v.suits_warps):
-            return self._whole_tiling, self._shape(self._whole_tiling)
-        tiling = self._tilings[0]
-        return tiling, self._shape(tiling)._replace(
-            mean_rows=tiling.mean_rows or tiling.rows, by_warps=True, by_tensor=tiling.by_tensor, early=tiling.early
-        )
-
-    def _shape(self, tiling: TurboquantTiling) -> TurboquantChunkShape:
-        return TurboquantChunkShape(
-            self._format.tokens,
-            self.block_tokens,
-            self.is_bf16,
-            tiling.rows,
-            tiling.warps,
-            self._is_fast,
-            tiling.rows,
-        )
-
-    @property
-    def _is_fast(self) -> bool:
-        return self.device.type == "cuda"  # else it is interpreted, for tests
+    def _shape(self, tiling: TurboquantTiling, by_warps: bool = False) -> TurboquantChunkShape:
+        sizes = self.tokens, self.block_tokens
+        return TurboquantChunkShape(*sizes, self.is_bf16, tiling.rows, tiling.warps, self.is_fast, by_warps)
 
     def _make_tables(self) -> tuple[_DeviceTables, _DeviceTables]:
         """Return those of K and of V."""
         sizes, bits = (self._format.k_size, self._format.v_size), self._format.bits
         is_turned = takes_turns(self._format.k_size, self._format.rope_base)
         codes = (
-            plane_code(sizes[plane], bits[plane], plane == K_PLANE, is_turned and plane == K_PLANE, self._is_fast)
+            plane_code(sizes[plane], bits[plane], plane == K_PLANE, is_turned and plane == K_PLANE, self.is_fast)
             for plane in (K_PLANE, V_PLANE)
         )
         k, v = (
             _DeviceTables(
                 code,
-                self._to_device(encode_matrix(code.size, self.is_bf16, self._is_fast)),
+                self._to_device(encode_matrix(code.size, self.is_bf16, self.is_fast)),
                 self._to_device(squares(code.bits)),
                 self._to_device(decode_matrix(code)),
                 self._to_device(signed_centroids(code.bits)),

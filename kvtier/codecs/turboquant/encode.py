@@ -71,33 +71,29 @@ def _encode_plane(
     plane: tl.tensor,
     head: tl.tensor,
     blocks: tl.tensor,
-    signs: tl.tensor,
-    rotation: tl.tensor,
-    squares: tl.tensor,
-    angles: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    mean: tl.tensor,
-    raw: tl.tensor,
+    tables: tl.tuple,
+    slab: tl.tuple,
     P: tl.constexpr,
     C: tl.constexpr,
 ) -> tl.tensor:
     """Encodes K or V of one layer, head and chunk. Returns whether it must be refused.
 
-    plane: to base and strides, as in kvtier.kernels.device. signs: words to flip elements with. rotation:
-    turboquant_tables.encode_matrix. squares: of centroids, by code. codes, scales, mean: where they go; mean is K's,
-    else not looked at.
+    plane: to base and strides, as in kvtier.kernels.device. tables: words to flip elements with,
+    turboquant_tables.encode_matrix, squares of centroids by code, tile_angles. slab: where codes, scales, mean and raw
+    tokens go; mean is K's, else not looked at.
     """
+    signs, rotation, squares, angles = tables
+    codes, scales, mean, raw = slab
     column, vectors = tile_columns(P), plane_of_head(plane, head)
     if C.by_warps:
         plus, minus = hadamard16(0, C), hadamard16(1, C)
     else:
         matrix, ones = matrices(rotation, P, C)
-    following = load_words(vectors, blocks, tl.arange(0, C.rows), P, C, "evict_first") if C.early else 0
+    following = load_words(vectors, blocks, tl.arange(0, C.rows), P, C, "evict_first") if C.by_warps else 0
     refused = tl.full((C.rows,), 0, tl.int32)
     for start in range(0, C.tokens, C.rows):
         row = start + tl.arange(0, C.rows)
-        if C.early:
+        if C.by_warps:
             words, following = following, load_words(vectors, blocks, row + C.rows, P, C, "evict_first")
         else:
             words = load_words(vectors, blocks, row, P, C, "evict_first")
@@ -186,13 +182,11 @@ def encode_chunks(
     mean, raw = (start + MEAN).to(tl.pointer_type(tl.int32)), (start + RAW).to(tl.pointer_type(tl.int32))
     take_mean(plane, first_head + head, move + 2, angles, mean, K, C)
     tl.debug_barrier()
-    refused = _encode_plane(
-        plane, first_head + head, move + 2, flips, k_rotation, k_squares, angles, start, scales, mean, raw, K, C
-    )  # fmt: skip
-    refused |= _encode_plane(
-        plane + 4, first_head + head, move + 2, flips + WIDEST // 2, v_rotation, v_squares, angles, start + K_BYTES,
-        scales + C.tokens, mean, raw + _RAW_TOKENS * K.size // 2, V, C,
-    )  # fmt: skip
+    k_tables, v_tables = (flips, k_rotation, k_squares, angles), (flips + WIDEST // 2, v_rotation, v_squares, angles)
+    k_slab = (start, scales, mean, raw)
+    v_slab = (start + K_BYTES, scales + C.tokens, mean, raw + _RAW_TOKENS * K.size // 2)
+    refused = _encode_plane(plane, first_head + head, move + 2, k_tables, k_slab, K, C)
+    refused |= _encode_plane(plane + 4, first_head + head, move + 2, v_tables, v_slab, V, C)
     tl.debug_barrier()
     AT_ONCE: tl.constexpr = PAIRS if C.warps >= 4 else 128 * C.warps
     seed = move + 2 + N_BLOCKS + head

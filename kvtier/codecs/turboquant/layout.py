@@ -45,13 +45,19 @@ PRESETS = {"k6v5": Bits(6, 5), "k4v4": Bits(4, 4)}
 
 
 @dataclass(frozen=True, slots=True)
-class LayerLayout:
-    """One layer of one head of one chunk. tokens: a multiple of 16. Offsets count bytes from the layer's start."""
+class SlabFormat:
+    """Parameters that fix all bytes that a model's KV is encoded to. Offsets count bytes from a layer's start.
+
+    tokens: of a chunk, a multiple of 16. rope_base: base of the rotary embedding that is taken off K (turns.py), 0
+    where K stays as it is.
+    """
 
     tokens: int
     k_size: int
     v_size: int
     bits: Bits
+    rope_base: float = 0.0
+    seed: int = 0
 
     @property
     def v_codes(self) -> int:
@@ -74,28 +80,9 @@ class LayerLayout:
         return self.k_mean + self.k_size * MEAN_BYTES
 
     @property
-    def n_bytes(self) -> int:
+    def layer_bytes(self) -> int:
         return self.raw + RAW_TOKENS * (self.k_size + self.v_size) * RAW_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class SlabFormat:
-    """Parameters that fix all bytes that a model's KV is encoded to.
-
-    rope_base: base of the rotary embedding that is taken off K (turns.py), 0 where K stays as it is.
-    """
-
-    tokens: int
-    k_size: int
-    v_size: int
-    bits: Bits
-    rope_base: float = 0.0
-    seed: int = 0
-
-    @property
-    def layer(self) -> LayerLayout:
-        return LayerLayout(self.tokens, self.k_size, self.v_size, self.bits)
 
     def n_bytes(self, layers: range) -> int:
         """Bytes of these layers of one head."""
-        return len(layers) * self.layer.n_bytes
+        return len(layers) * self.layer_bytes

@@ -14,10 +14,7 @@ import triton.language as tl
 from triton.language.standard import _elementwise_max
 
 from kvtier.codecs.turboquant.whole import power_below
-from kvtier.kernels.tiles import floats, load_words, plane_of_head, total, words_of
-
-_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: the sum with it is rounded to a whole number
-_WHOLE_BITS = tl.constexpr(0x4B400000)
+from kvtier.kernels.tiles import WHOLE, WHOLE_BITS, floats, load_words, plane_of_head, total, words_of
 
 
 @triton.jit
@@ -65,7 +62,7 @@ def _elements(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Elements of tokens that count, from the start-th of them on; zeros where there are no more."""
     STEP: tl.constexpr = C.tokens // 128 if C.tokens >= 128 else 1  # the reference's mean_step
-    row = (start + tl.arange(0, C.mean_rows)) * STEP + (STEP - 1)
+    row = (start + tl.arange(0, C.rows)) * STEP + (STEP - 1)
     low, high = floats(load_words(vectors, blocks, row, P, C, "evict_last"), C.is_bf16)
     if P.is_turned:
         low, high = turned(low, high, angles, row, False, P, C)
@@ -74,7 +71,7 @@ def _elements(
 
 @triton.jit
 def _whole(x: tl.tensor, factor: tl.tensor) -> tl.tensor:
-    return (x * factor * 32768.0 + _WHOLE).to(tl.int32, bitcast=True) - _WHOLE_BITS
+    return (x * factor * 32768.0 + WHOLE).to(tl.int32, bitcast=True) - WHOLE_BITS
 
 
 @triton.jit
@@ -88,7 +85,7 @@ def take_mean(
     C: tl.constexpr,
 ) -> None:
     """Store the mean of K over the chunk. mean: its place in the slab."""
-    ROWS: tl.constexpr = C.mean_rows
+    ROWS: tl.constexpr = C.rows
     GROUPS: tl.constexpr = P.padded // 32
     STEP: tl.constexpr = C.tokens // 128 if C.tokens >= 128 else 1
     N_TOKENS: tl.constexpr = C.tokens // STEP

@@ -39,15 +39,14 @@ import math
 from functools import cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from kvtier.codecs.turboquant.buckets import thresholds
 from kvtier.codecs.turboquant.codebooks import CODEBOOKS
-from kvtier.codecs.turboquant.layout import PLANE_WIDTHS, RAW_TOKENS, LayerLayout
+from kvtier.codecs.turboquant.layout import PLANE_WIDTHS, RAW_TOKENS, SlabFormat
 from kvtier.codecs.turboquant.rotation import K_PLANE, V_PLANE, hadamard, signs
 from kvtier.codecs.turboquant.turns import turned
-from kvtier.codecs.vectors import EncodedLayer
+from kvtier.codecs.vectors import EncodedLayer, octets, raw_dtype, rounded, square_root
 from kvtier.format.geometry import Extent
 
 # The largest element of a vector becomes a whole number of so many bits and one: 256 of them sum to 2^24, fp32's.
@@ -75,54 +74,52 @@ class _Vectors(NamedTuple):
     refused: torch.Tensor
 
 
-def signs_of(seed: int, extent: Extent, layout: LayerLayout, device: torch.device) -> Signs:
+def signs_of(slabs: SlabFormat, extent: Extent, device: torch.device) -> Signs:
     """(layers, heads, size) each."""
-    k = signs(seed, extent, K_PLANE, layout.k_size)
-    v = signs(seed, extent, V_PLANE, layout.v_size)
+    k = signs(slabs.seed, extent, K_PLANE, slabs.k_size)
+    v = signs(slabs.seed, extent, V_PLANE, slabs.v_size)
     return Signs(*(torch.from_numpy(plane).to(device, torch.float32) for plane in (k, v)))
 
 
-def encode_layer(
-    k: torch.Tensor, v: torch.Tensor, layout: LayerLayout, signs: Signs, rope_base: float = 0.0
-) -> EncodedLayer:
+def encode_layer(k: torch.Tensor, v: torch.Tensor, slabs: SlabFormat, signs: Signs) -> EncodedLayer:
     """Encode one or more layers, heads and chunks alike.
 
     k: (..., T, k_size), v: (..., T, v_size): bf16, fp16 or fp32. signs: of shapes that broadcast to (..., size).
     """
-    raw = [x[..., :RAW_TOKENS, :].to(_raw_dtype(x.dtype)).flatten(-2) for x in (k, v)]
-    whole = turned(k.float(), rope_base, False)
+    raw = [x[..., :RAW_TOKENS, :].to(raw_dtype(x.dtype)).flatten(-2) for x in (k, v)]
+    whole = turned(k.float(), slabs.rope_base, False)
     mean = _mean(whole)
-    coded_k = _encode_vectors(_rounded(whole - mean.float().unsqueeze(-2), k.dtype), signs.k, layout.bits.k)
-    coded_v = _encode_vectors(v, signs.v, layout.bits.v)
+    coded_k = _encode_vectors(rounded(whole - mean.float().unsqueeze(-2), k.dtype), signs.k, slabs.bits.k)
+    coded_v = _encode_vectors(v, signs.v, slabs.bits.v)
     parts = [
-        *_pack(coded_k.codes, layout.bits.k),
-        *_pack(coded_v.codes, layout.bits.v),
-        _bytes(coded_k.scales),
-        _bytes(coded_v.scales),
-        _bytes(mean),
-        *(_bytes(part) for part in raw),
+        *_pack(coded_k.codes, slabs.bits.k),
+        *_pack(coded_v.codes, slabs.bits.v),
+        octets(coded_k.scales),
+        octets(coded_v.scales),
+        octets(mean),
+        *(octets(part) for part in raw),
     ]
     is_turnable = (k.abs() < ELEMENT_MAX).all(-1).all(-1)  # what is not finite may look finite once it is turned
     return EncodedLayer(torch.cat(parts, -1), coded_k.refused | coded_v.refused | ~is_turnable)
 
 
 def decode_layer(
-    data: torch.Tensor, layout: LayerLayout, signs: Signs, dtype: torch.dtype, rope_base: float = 0.0
+    data: torch.Tensor, slabs: SlabFormat, signs: Signs, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K (..., T, k_size) and V (..., T, v_size) in `dtype`. data: (..., layout.n_bytes) uint8. signs: as encoded."""
-    tokens = layout.tokens
-    k_codes = _unpack(data[..., : layout.v_codes], tokens, layout.bits.k)
-    v_codes = _unpack(data[..., layout.v_codes : layout.k_scales], tokens, layout.bits.v)
-    k_scales = _floats(data, layout.k_scales, tokens, torch.float16)
-    v_scales = _floats(data, layout.v_scales, tokens, torch.float16)
-    mean = _floats(data, layout.k_mean, layout.k_size, torch.bfloat16).double().unsqueeze(-2)
+    """K (..., T, k_size) and V (..., T, v_size) in `dtype`. data: (..., slabs.layer_bytes) uint8. signs: as encoded."""
+    tokens = slabs.tokens
+    k_codes = _unpack(data[..., : slabs.v_codes], tokens, slabs.bits.k)
+    v_codes = _unpack(data[..., slabs.v_codes : slabs.k_scales], tokens, slabs.bits.v)
+    k_scales = _floats(data, slabs.k_scales, tokens, torch.float16)
+    v_scales = _floats(data, slabs.v_scales, tokens, torch.float16)
+    mean = _floats(data, slabs.k_mean, slabs.k_size, torch.bfloat16).double().unsqueeze(-2)
     flips = signs.k.double().unsqueeze(-2)
-    k = _decode_vectors(k_codes, k_scales, layout.bits.k) + mean * flips  # in fp64, so that it is rounded once
-    v = _decode_vectors(v_codes, v_scales, layout.bits.v)
-    k = _rounded(turned(k.float() * flips.float(), rope_base, True), dtype)
-    v = _rounded(v.float() * signs.v.unsqueeze(-2), dtype)
-    raw_k = _floats(data, layout.raw, RAW_TOKENS * layout.k_size, _raw_dtype(dtype))
-    raw_v = _floats(data, layout.raw + raw_k.shape[-1] * 2, RAW_TOKENS * layout.v_size, _raw_dtype(dtype))
+    k = _decode_vectors(k_codes, k_scales, slabs.bits.k) + mean * flips  # in fp64, so that it is rounded once
+    v = _decode_vectors(v_codes, v_scales, slabs.bits.v)
+    k = rounded(turned(k.float() * flips.float(), slabs.rope_base, True), dtype)
+    v = rounded(v.float() * signs.v.unsqueeze(-2), dtype)
+    raw_k = _floats(data, slabs.raw, RAW_TOKENS * slabs.k_size, raw_dtype(dtype))
+    raw_v = _floats(data, slabs.raw + raw_k.shape[-1] * 2, RAW_TOKENS * slabs.v_size, raw_dtype(dtype))
     for x, raw in ((k, raw_k), (v, raw_v)):
         first = x[..., :RAW_TOKENS, :]
         first.copy_(raw.view(first.shape))
@@ -170,11 +167,11 @@ def _encode_vectors(x: torch.Tensor, signs: torch.Tensor, bits: int) -> _Vectors
     scaled = x.double() * factor
     energy = torch.round(scaled.square() * 2.0**-ENERGY_SHIFT).sum(-1, keepdim=True).clamp(min=1).float()
     rotated = (torch.round(scaled) * signs.unsqueeze(-2)) @ tables.rotation.T * 2.0**-ROTATED_SHIFT
-    normal = (spread(bits) / _square_root(energy).double()).float().to(torch.float16)
+    normal = (spread(bits) / square_root(energy).double()).float().to(torch.float16)
     heights = rotated.float().to(torch.float16).float() * normal.float()
     codes = torch.bucketize(heights, tables.thresholds, right=True, out_int32=True).to(torch.uint8)
     of_codes = _looked_up(tables.squares, codes).sum(-1, keepdim=True).float()
-    scales = (_square_root(energy / of_codes) * scale_unit(bits, x.shape[-1])) / factor.float()
+    scales = (square_root(energy / of_codes) * scale_unit(bits, x.shape[-1])) / factor.float()
     is_zero = top == 0
     is_sound = (top < ELEMENT_MAX) & (scales >= SCALE_MIN) & (scales <= SCALE_MAX)
     refused = ~(is_zero | is_sound).all(-2).squeeze(-1)
@@ -255,28 +252,8 @@ def _unpack(data: torch.Tensor, tokens: int, bits: int) -> torch.Tensor:
     return codes
 
 
-def _raw_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.bfloat16 if dtype == torch.float32 else dtype
-
-
-def _bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(torch.uint8)
-
-
 def _floats(data: torch.Tensor, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     return data[..., start : start + count * dtype.itemsize].contiguous().view(dtype)
-
-
-def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if dtype == torch.float32:
-        return values
-    limit = torch.finfo(dtype).max
-    return values.clamp(-limit, limit).to(dtype)
-
-
-def _square_root(x: torch.Tensor) -> torch.Tensor:
-    """Return the root of fp32, rounded to nearest even. torch's own may be MKL's, which is not on all processors."""
-    return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else torch.sqrt(x)
 
 
 def _fp32(value: float) -> float:

@@ -14,7 +14,7 @@ H has entries +-1 and H H^T = d I, so sums of whole numbers stay whole. Without 
     blake3("kvtier turboquant signs" || seed u64 || layer u32 || head u32 || plane u8), little-endian, extended;
     layer and head are numbers within the whole model, plane is 0 for K and 1 for V.
 
-Test vectors: `SIGN_VECTORS`, and blake3 of H's entries as int8, row after row, in `HADAMARD_VECTORS`.
+Test vectors: tests/codecs/test_codebooks.py.
 """
 
 from __future__ import annotations
@@ -77,18 +77,3 @@ def _paley(prime: int) -> Signs:
     matrix[1:, 0] = -1
     matrix[1:, 1:] = chi[(number[None, :] - number[:, None]) % prime] + np.eye(prime, dtype=np.int8)
     return matrix
-
-
-SIGN_VECTORS: tuple[tuple[int, int, int, int, str], ...] = (
-    # seed, layer, head, plane, the first 64 bits of the stream
-    (0, 0, 0, K_PLANE, "91238a1f2d7928bc"),
-    (0, 0, 0, V_PLANE, "38be5da0f21e709f"),
-    (7, 31, 5, K_PLANE, "6f19906721c450dc"),
-)
-HADAMARD_VECTORS = {
-    64: "a360a0f32c83e1f611cd6f2d966014bf",
-    80: "e035dfbb9df1a33193ec6cbd7aa246da",
-    96: "c55588da8d6053ddc7689f9afabaeedd",
-    128: "5b462d3be6f5d1a0e1acc6454823bd4b",
-    256: "dbd0c280fae5796b5ec85415c11812b3",
-}

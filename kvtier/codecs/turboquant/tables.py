@@ -48,11 +48,7 @@ class PlaneCode(NamedTuple):
 
 
 class TurboquantChunkShape(NamedTuple):
-    """rows: of a tile; mean_rows: of one that the mean is taken of. fast: with PTX; the interpreter has none.
-
-    by_warps: the encoding is that of turboquant_warps, by_tensor: one more bit of it by the tensor cores, early: a
-    tile's words are loaded before the one before it is worked on.
-    """
+    """rows: of a tile. fast: with PTX; the interpreter has none. by_warps: the encoding is that of turboquant_warps."""
 
     tokens: int
     block_tokens: int
@@ -60,10 +56,7 @@ class TurboquantChunkShape(NamedTuple):
     rows: int
     warps: int
     fast: bool
-    mean_rows: int
     by_warps: bool = False
-    by_tensor: bool = False
-    early: bool = False
 
 
 def plane_code(size: int, bits: int, is_k: bool, is_turned: bool, fast: bool) -> PlaneCode:

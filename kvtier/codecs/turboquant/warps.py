@@ -19,9 +19,7 @@ import triton.language as tl
 from triton.language.standard import _elementwise_max
 
 from kvtier.codecs.turboquant.whole import SQUARE_BF16, SQUARE_FP16, TIMES_BF16, TIMES_FP16, inverse, twice
-from kvtier.kernels.tiles import floats, total
-
-_WHOLE = tl.constexpr(12582912.0)  # as in turboquant_whole
+from kvtier.kernels.tiles import WHOLE, floats, total
 
 
 @triton.jit
@@ -68,15 +66,10 @@ def rotated(
     TALL: tl.constexpr = ROUNDS * GROUPS * 8
     # round, warp, row, group, lane, half, (word, element)
     x = _whole_numbers(words, power, C).reshape(ROUNDS, C.warps, 8, GROUPS, 4, 2, 4)
-    if C.by_tensor:
-        first, second = x.permute(1, 0, 3, 2, 4, 6, 5).split()
-        first, second = first.reshape(C.warps, TALL, 16), second.reshape(C.warps, TALL, 16)
-        y = tl.join(tl.dot(second, plus, tl.dot(first, plus)), tl.dot(second, minus, tl.dot(first, plus)))
-        y = y.reshape(C.warps, ROUNDS, GROUPS, 8, 16, 2).permute(1, 0, 3, 4, 5, 2)
-    else:
-        y = tl.dot(x.permute(1, 0, 3, 5, 2, 4, 6).reshape(C.warps, 2 * TALL, 16), plus)
-        y = _summed_and_less(y.reshape(C.warps, ROUNDS, GROUPS, 2, 8, 16).permute(1, 0, 4, 5, 2, 3))
-        y = y.permute(0, 1, 2, 3, 5, 4)
+    first, second = x.permute(1, 0, 3, 2, 4, 6, 5).split()
+    first, second = first.reshape(C.warps, TALL, 16), second.reshape(C.warps, TALL, 16)
+    y = tl.join(tl.dot(second, plus, tl.dot(first, plus)), tl.dot(second, minus, tl.dot(first, plus)))
+    y = y.reshape(C.warps, ROUNDS, GROUPS, 8, 16, 2).permute(1, 0, 3, 4, 5, 2)
     # round, warp, row, column, half, group
     if GROUPS == 4:
         y = _summed_and_less(y.reshape(ROUNDS, C.warps, 8, 16, 2, 2, 2)).permute(0, 1, 2, 3, 4, 6, 5)
@@ -101,7 +94,7 @@ def _whole_numbers(words: tl.tensor, power: tl.tensor, C: tl.constexpr) -> tl.te
         factor = inverse(power, C)[:, None, None]
         low, high = floats(words, C.is_bf16)
         low, high = low * factor * 32768.0, high * factor * 32768.0
-        return tl.join((low + _WHOLE) - _WHOLE, (high + _WHOLE) - _WHOLE)
+        return tl.join((low + WHOLE) - WHOLE, (high + WHOLE) - WHOLE)
 
 
 @triton.jit
@@ -134,6 +127,6 @@ def energies(words: tl.tensor, power: tl.tensor, C: tl.constexpr) -> tl.tensor:
     else:
         low, high = floats(words, C.is_bf16)
         low, high = low * factor[:, None, None], high * factor[:, None, None]
-        squares = ((low * low * 2.0**13 + _WHOLE) - _WHOLE) + ((high * high * 2.0**13 + _WHOLE) - _WHOLE)
+        squares = ((low * low * 2.0**13 + WHOLE) - WHOLE) + ((high * high * 2.0**13 + WHOLE) - WHOLE)
         sums = total(total(squares.to(tl.int32), 1), 1).to(tl.float32)
     return tl.maximum(sums, 1.0)

@@ -19,9 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.standard import _elementwise_max
 
-from kvtier.kernels.tiles import floats, operand_rows, tile_rows, total, words_of
-
-_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: x + this - this is x rounded to a whole number, half to even
+from kvtier.kernels.tiles import WHOLE, floats, operand_rows, tile_rows, total, words_of
 
 _LARGER = "max.NaN.xorsign.abs.T $0, $1, $2;"
 _TIMES = "mul.rn.T $0, $1, $2;"
@@ -173,6 +171,6 @@ def whole_and_energy(
         low, high = floats(words, C.is_bf16)
         factor = inverse(power, C)[:, None, None]
         low, high = low * factor * 32768.0, high * factor * 32768.0
-        squares = ((low * low * 2.0**-17 + _WHOLE) - _WHOLE) + ((high * high * 2.0**-17 + _WHOLE) - _WHOLE)
+        squares = ((low * low * 2.0**-17 + WHOLE) - WHOLE) + ((high * high * 2.0**-17 + WHOLE) - WHOLE)
         energy = total(total(squares.to(tl.int32), 1), 1).to(tl.float32)
-        return _operand((low + _WHOLE) - _WHOLE, (high + _WHOLE) - _WHOLE, C), tl.maximum(energy, 1.0)
+        return _operand((low + WHOLE) - WHOLE, (high + WHOLE) - WHOLE, C), tl.maximum(energy, 1.0)
