@@ -75,7 +75,7 @@ class KvtierModelLoader(DefaultModelLoader):
         self._faults = Faults(without="it")
         self._files: list[Path] | None = None  # while they are collected
         self._trace: LoadTrace | None = None  # while loaders are recorded
-        self._why, self._key = "", ""
+        self.why, self._key = "", ""  # why the last load had no plan; name of the plan
         self._damage: WeightsDamaged | None = None  # met while loaders were recorded
         self._bar: Any = None  # while bytes of the plan land
 
@@ -107,7 +107,7 @@ class KvtierModelLoader(DefaultModelLoader):
             else:
                 planned = shards_of_rank(folder, shards, model, str(model_config.architecture))
             if planned is None:
-                log.info("weights are loaded by vLLM's own loader: %s", self._why)
+                log.info("weights are loaded by vLLM's own loader: %s", self.why)
                 super().load_weights(model, model_config)
                 return
             planned_s = time.perf_counter()
@@ -155,11 +155,6 @@ class KvtierModelLoader(DefaultModelLoader):
         with ExitStack() as stack:
             return self._planned(model, model_config, reader, stack, use_cache=False)
 
-    @property
-    def why(self) -> str:
-        """Return why the last load had no plan; "" if it had one."""
-        return self._why
-
     def _planned(
         self, model: torch.nn.Module, model_config: Any, reader: WeightReader, stack: ExitStack, use_cache: bool = True
     ) -> PlannedLoad | None:
@@ -168,9 +163,9 @@ class KvtierModelLoader(DefaultModelLoader):
         stack: checks at its end that the files are those that the plan was made of.
         """
         tensors = list(everything(model))  # takes milliseconds each time
-        self._why, self._key, self._damage = reason_for_tensors(model, tensors, model_config), "", None
-        files = [] if self._why else self._collect(model, model_config)
-        if self._why:
+        self.why, self._key, self._damage = reason_for_tensors(model, tensors, model_config), "", None
+        files = [] if self.why else self._collect(model, model_config)
+        if self.why:
             return None
         stack.enter_context(unchanged(files))
         expected = of_files(files)
@@ -184,7 +179,7 @@ class KvtierModelLoader(DefaultModelLoader):
         if self._damage is not None:
             raise self._damage
         if plan is None:
-            self._why = self._why or "its loaders cannot be recorded"
+            self.why = self.why or "its loaders cannot be recorded"
             return None
         # Not found by name: a loader may have replaced or removed parameters.
         return PlannedLoad(plan, trace.tensors, expected, TRACED)
@@ -218,13 +213,13 @@ class KvtierModelLoader(DefaultModelLoader):
                 raise TraceRefused("a loader put a tensor of the checkpoint itself into the model")
             plan = trace.plan()
         except TraceRefused as fault:
-            self._why = str(fault)
+            self.why = str(fault)
             return None
         except WeightsDamaged as fault:  # vLLM's own loader would serve them
             self._damage = fault
             return None
         except (ValueError, TypeError, AssertionError, LookupError, AttributeError, RuntimeError) as fault:
-            self._why = f"its loaders cannot be recorded ({type(fault).__name__}: {fault})"
+            self.why = f"its loaders cannot be recorded ({type(fault).__name__}: {fault})"
             raise
         finally:
             self._trace = None
@@ -254,7 +249,7 @@ class KvtierModelLoader(DefaultModelLoader):
         )[:3]
         files = [Path(os.path.abspath(name)) for name in sorted(names, key=_natural_sort_key)]
         if self._files is not None:
-            self._why = self._why or ("" if is_safetensors else "its files are not safetensors")
+            self.why = self.why or ("" if is_safetensors else "its files are not safetensors")
             self._files += files
             return
         assert self._trace is not None

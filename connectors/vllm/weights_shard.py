@@ -46,28 +46,24 @@ def plans(folder: Path, tensor_size: int, dtype: str = AUTO) -> Iterator[RankPla
     Raises ConfigError for a model that is not loaded by plans.
     """
     with refusals_of_vllm(folder):
-        yield from _plans(folder, tensor_size, dtype)
-
-
-def _plans(folder: Path, tensor_size: int, dtype: str) -> Iterator[RankPlan]:
-    config = _config(folder, tensor_size, dtype)
-    for rank in range(tensor_size):
-        with as_rank(config, rank), WeightReader() as reader:
-            model, loader = build_model(config), _loader()
-            planned = loader.record(model, config.model_config, reader)
-        if planned is None:
-            raise ConfigError("model", str(folder), f"it is not loaded by a plan: {loader.why}")
-        plan = planned.plan
-        table = plan.copies.T
-        spans = (table[ROWS] - 1) * table[SOURCE_PITCH] + table[ROW_BYTES]
-        yield RankPlan(
-            rank=rank,
-            copies=len(plan.copies),
-            landed_bytes=plan.n_bytes + plan.materialized_bytes,
-            read_bytes=_covered(list(zip(table[0].tolist(), table[OFFSET].tolist(), spans.tolist(), strict=True))),
-            converted=len(plan.conversions),
-            materialized_bytes=plan.materialized_bytes,
-        )
+        config = _config(folder, tensor_size, dtype)
+        for rank in range(tensor_size):
+            with as_rank(config, rank), WeightReader() as reader:
+                model, loader = build_model(config), _loader()
+                planned = loader.record(model, config.model_config, reader)
+            if planned is None:
+                raise ConfigError("model", str(folder), f"it is not loaded by a plan: {loader.why}")
+            plan = planned.plan
+            table = plan.copies.T
+            spans = (table[ROWS] - 1) * table[SOURCE_PITCH] + table[ROW_BYTES]
+            yield RankPlan(
+                rank=rank,
+                copies=len(plan.copies),
+                landed_bytes=plan.n_bytes + plan.materialized_bytes,
+                read_bytes=_covered(list(zip(table[0].tolist(), table[OFFSET].tolist(), spans.tolist(), strict=True))),
+                converted=len(plan.conversions),
+                materialized_bytes=plan.materialized_bytes,
+            )
 
 
 def shard(
@@ -79,35 +75,29 @@ def shard(
     dtype: as vLLM's --dtype.
     Raises ConfigError, TierUnavailable without room, WeightsUnreadable, WeightsDamaged, OSError.
     """
-    with refusals_of_vllm(folder):
-        return _shard(folder, tensor_size, out, begin, dtype)
-
-
-def _shard(
-    folder: Path, tensor_size: int, out: Path, begin: Callable[[int], Callable[[int], object]], dtype: str
-) -> ShardManifest:
-    config = _config(folder, tensor_size, dtype)
-    model_config = config.model_config
-    wanted = ShardManifest(
-        source_fingerprint=weights_fingerprint(folder, None),
-        release=release(),
-        architecture=str(model_config.architecture),
-        tensor_parallel_size=tensor_size,
-        dtype=str(model_config.dtype).removeprefix("torch."),
-        quantization=None if model_config.quantization is None else str(model_config.quantization),
-    )
     report: list[Callable[[int], object]] = []
-    with locked_folder(out), WeightReader() as reader:
-        place = ShardFolder(out, wanted, lambda n_bytes: report[0](n_bytes))
-        for rank in range(tensor_size):
-            with as_rank(config, rank):
-                state = _rank_state(rank, config, reader)
-                if rank == 0:
-                    place.check_room(state.n_bytes * tensor_size)
-                    report.append(begin(state.n_bytes * tensor_size))
-                place.write_rank(state, reader)
-        is_untied = getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
-        return place.finish(folder, reader, is_untied=is_untied)
+    with refusals_of_vllm(folder):
+        config = _config(folder, tensor_size, dtype)
+        model_config = config.model_config
+        wanted = ShardManifest(
+            source_fingerprint=weights_fingerprint(folder, None),
+            release=release(),
+            architecture=str(model_config.architecture),
+            tensor_parallel_size=tensor_size,
+            dtype=str(model_config.dtype).removeprefix("torch."),
+            quantization=None if model_config.quantization is None else str(model_config.quantization),
+        )
+        with locked_folder(out), WeightReader() as reader:
+            place = ShardFolder(out, wanted, lambda n_bytes: report[0](n_bytes))
+            for rank in range(tensor_size):
+                with as_rank(config, rank):
+                    state = _rank_state(rank, config, reader)
+                    if rank == 0:
+                        place.check_room(state.n_bytes * tensor_size)
+                        report.append(begin(state.n_bytes * tensor_size))
+                    place.write_rank(state, reader)
+            is_untied = getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
+            return place.finish(folder, reader, is_untied=is_untied)
 
 
 @contextmanager

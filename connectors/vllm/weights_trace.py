@@ -310,9 +310,8 @@ def _parts(target: _Written) -> list[Copy]:
 
 def _rows_of(view: Elements) -> list[Copy]:
     """Return the rows of bytes of a part of a target. Where they would be too many, return one range, gaps included."""
-    itemsize = getattr(torch, view.dtype).itemsize
-    strides = [stride * itemsize for stride in view.strides]
-    rows = copies_between(view.shape, (0, 0, strides), (view.number, view.offset, strides), itemsize)
+    strides = [stride * view.itemsize for stride in view.strides]
+    rows = copies_between(view.shape, (0, 0, strides), (view.number, view.offset, strides), view.itemsize)
     return rows if rows is not None else [contiguous(0, 0, view.n_bytes, view.number, view.offset)]
 
 

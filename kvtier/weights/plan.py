@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -52,15 +51,17 @@ class Elements:
 
     def part(self, dim: int, begin: int, size: int) -> Elements:
         """Return `size` of the slices along a dimension, from number `begin` on."""
-        dtype: Any = getattr(torch, self.dtype)
-        offset = self.offset + begin * self.strides[dim] * dtype.itemsize
+        offset = self.offset + begin * self.strides[dim] * self.itemsize
         return replace(self, offset=offset, shape=(*self.shape[:dim], size, *self.shape[dim + 1 :]))
+
+    @property
+    def itemsize(self) -> int:
+        return int(getattr(torch, self.dtype).itemsize)
 
     @property
     def content_bytes(self) -> int:
         """Return the bytes of the elements, without those between them."""
-        dtype: Any = getattr(torch, self.dtype)
-        return int(math.prod(self.shape) * dtype.itemsize)
+        return math.prod(self.shape) * self.itemsize
 
     @property
     def n_bytes(self) -> int:
@@ -68,8 +69,7 @@ class Elements:
         if 0 in self.shape:
             return 0
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        dtype: Any = getattr(torch, self.dtype)
-        return int((last + 1) * dtype.itemsize)
+        return (last + 1) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
