@@ -14,7 +14,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from kvtier.connectors.faults import Faults, contains_faults
-from kvtier.connectors.kv_events import Watcher
 from kvtier.connectors.lookup_deadline import LookupDeadline
 from kvtier.connectors.pending_saves import PendingSaves
 from kvtier.connectors.tracked_request import BlockShape, IndexAnswer, IndexQuestion, Offer, RequestView, TrackedRequest
@@ -89,20 +88,12 @@ class SchedulerBridge:
         self._clock = clock
         self.room = LoadRoom(SharedLoads(store.metrics, clock))
         self._requests: dict[str, TrackedRequest] = {}
-        self._saves = PendingSaves(store, shape, self._requests, faults)
+        self.saves = PendingSaves(store, shape, self._requests, faults)
         self._n_tracked = 0
         self._is_stopped = False
         self._has_old_blocks = False
         self._has_foreign_kv = False
         self._refused: list[LoadDone] = []
-
-    @property
-    def watcher(self) -> Watcher:
-        return self._saves.watcher
-
-    @watcher.setter
-    def watcher(self, watcher: Watcher) -> None:
-        self._saves.watcher = watcher
 
     def track(self, view: RequestView) -> None:
         """Begin to follow a request."""
@@ -111,7 +102,8 @@ class SchedulerBridge:
         self._requests[view.request_id] = request
         self._n_tracked += 1
         if view.tenant and may_save:
-            self._expect(view.tenant)
+            with self._faults.contained("expecting a tenant's chunks"):
+                self._store.expect(view.tenant)
 
     @contains_faults("a lookup", default=0)
     def hit_tokens(self, request_id: str, computed_tokens: int) -> int | None:
@@ -170,12 +162,12 @@ class SchedulerBridge:
     def advance(self, request_id: str, frontier_tokens: int, block_ids: Sequence[int]) -> None:
         """Plan to save chunks of a running request: after this step the KV of its first `frontier_tokens` tokens, in
         `block_ids`, is final. What cannot be saved yet is taken in a later step of the request, or at its end."""
-        self._saves.advance(self._requests[request_id], frontier_tokens, block_ids)
+        self.saves.advance(self._requests[request_id], frontier_tokens, block_ids)
 
     def chunks_pending(self, request_id: str, frontier_tokens: int) -> bool:
         """Return True if `advance` with this frontier could find a chunk to save. Cheap: called for every request."""
         request = self._requests.get(request_id)
-        return request is not None and self._saves.is_due(request, frontier_tokens)
+        return request is not None and self.saves.is_due(request, frontier_tokens)
 
     def finish(self, request_id: str, frontier_tokens: int, block_ids: Sequence[int]) -> None:
         """Plan to save the remaining whole chunks of an ended request: its blocks are reused from the next step on,
@@ -183,7 +175,7 @@ class SchedulerBridge:
         self.room.shared.forget(request_id)
         ended = self._requests.pop(request_id, None)
         if ended is not None:
-            self._saves.finish(ended, frontier_tokens, block_ids)
+            self.saves.finish(ended, frontier_tokens, block_ids)
 
     def loads_ended(self, received: Iterable[str], failed_blocks: AbstractSet[int]) -> None:
         """Take the workers' answers. Blocks may fail in an earlier step than the one that reports their request."""
@@ -193,18 +185,20 @@ class SchedulerBridge:
                 if request.load_blocks is not None and not request.load_blocks.isdisjoint(failed_blocks):
                     request.may_load = False  # I11
                     self.room.shared.end(request_id, has_failed=True)
-                    self._forget_loaded(request)
+                    # Chunks of a failed load are saved again once they are computed: workers skip those that are there.
+                    with self._faults.contained("noting a failed load"):
+                        self._store.forget_lost(request.keys)
         for request_id in received:
             self.room.under_way.discard(request_id)
             if request_id in self._requests:
                 self._requests[request_id].load_blocks = None
 
     def saved(self, done: Sequence[SaveDone]) -> None:
-        self._saves.saved(done)
+        self.saves.saved(done)
 
     def has_pending_gathers(self) -> bool:
         """Return True while chunks of ended requests wait for a step that takes them to the workers."""
-        return self._saves.has_ended
+        return self.saves.has_ended
 
     def take_step(self, is_idle: bool = False, rewritten: AbstractSet[int] | None = frozenset()) -> Step:
         """Return the work planned since the last step.
@@ -212,7 +206,7 @@ class SchedulerBridge:
         is_idle: the engine computes nothing in this step. rewritten: blocks that the engine may write to before the
         gather; None: unknown.
         """
-        before, after = self._saves.take_plans(rewritten)
+        before, after = self.saves.take_plans(rewritten)
         step = Step(before, after, tuple(self.room.planned), tuple(self._refused), is_idle)
         self.room.planned, self._refused = [], []
         self._deadline.end_step()
@@ -226,22 +220,20 @@ class SchedulerBridge:
         Return False when a load of the old epoch is under way (its bytes are as old as the engine's own), and when no
         epoch could be begun; then nothing is loaded or saved any more, because the weights may have changed.
         """
-        has_begun = self._begin_epoch()
+        has_begun = False
+        with self._faults.contained("beginning an epoch"):
+            self._store.reset()
+            self.saves.watcher.forget()
+            has_begun = True
         self._is_stopped |= not has_begun
         self._has_old_blocks = blocks_in_use
-        self._saves.clear()
+        self.saves.clear()
         self.room.shared.clear()
         loading = False
         for request in self._requests.values():
             request.may_load = request.may_save = False
             loading |= request.load_blocks is not None
         return has_begun and not loading
-
-    @contains_faults("beginning an epoch", default=False)
-    def _begin_epoch(self) -> bool:
-        self._store.reset()
-        self.watcher.forget()
-        return True
 
     def _look_up(self, request: TrackedRequest, computed_tokens: int) -> int | None:
         size = self._shape.chunk_tokens
@@ -295,7 +287,7 @@ class SchedulerBridge:
             return None
         self._deadline.answered(now)
         request.question, request.answer = None, IndexAnswer(begin, end, tuple(entries), now)
-        self.watcher.found(request.view.request_id, begin, keys, entries)
+        self.saves.watcher.found(request.view.request_id, begin, keys, entries)
         return tuple(entries)[first - begin :]
 
     @contains_faults("planning a load")
@@ -306,15 +298,6 @@ class SchedulerBridge:
         blocks = shape.blocks_of(block_ids, offer.first_chunk, end)
         first_token = offer.computed_tokens - offer.first_chunk * shape.chunk_tokens
         return self._store.plan_load(request.view.request_id, keys, offer.entries, blocks, first_token)
-
-    @contains_faults("noting a failed load")
-    def _forget_loaded(self, request: TrackedRequest) -> None:
-        """Have the chunks of a failed load saved again once they are computed: workers skip those that are there."""
-        self._store.forget_lost(request.keys)
-
-    @contains_faults("expecting a tenant's chunks")
-    def _expect(self, tenant: str) -> None:
-        self._store.expect(tenant)
 
 
 class WorkerBridge:
@@ -341,9 +324,10 @@ class WorkerBridge:
     def start_loads(self, step: Step) -> None:
         self._answers += step.refused
         for plan in step.loads:
-            if self._start(plan):
+            with self._faults.contained("starting a load"):
+                self._transfer.load(plan)
                 self._waiting.add(plan.request_id)
-            else:
+            if plan.request_id not in self._waiting:
                 self._answers.append(LoadDone(plan.request_id, self._written_blocks(plan)))
 
     def poll(self) -> list[LoadDone]:
@@ -353,15 +337,16 @@ class WorkerBridge:
         needs.
         """
         wait_s = IDLE_WAIT_S if self._is_idle and self._waiting and not self._answers else 0.0
-        progress = self._poll(wait_s)
+        progress = Progress([], [], [])
+        with self._faults.contained("asking for progress"):
+            progress = self._transfer.poll(wait_s)
         answers, self._answers = self._answers, []
-        if progress is not None:
-            self._saves += progress.saves
-            self._timings += progress.timings
-            for done in progress.loads:
-                if done.request_id in self._waiting:
-                    self._waiting.remove(done.request_id)
-                    answers.append(done)
+        self._saves += progress.saves
+        self._timings += progress.timings
+        for done in progress.loads:
+            if done.request_id in self._waiting:
+                self._waiting.remove(done.request_id)
+                answers.append(done)
         return answers
 
     def take_saves(self) -> list[SaveDone]:
@@ -376,30 +361,15 @@ class WorkerBridge:
 
     def close(self, drain_s: float) -> None:
         """Wait at most `drain_s` for saves under way, then stop."""
-        self._drain(drain_s)
-        self._close()
-
-    @contains_faults("draining saves")
-    def _drain(self, drain_s: float) -> None:
-        self._transfer.drain(drain_s)
-
-    @contains_faults("closing the transfer")
-    def _close(self) -> None:
-        self._transfer.close()
-
-    @contains_faults("asking for progress")
-    def _poll(self, wait_s: float) -> Progress | None:
-        return self._transfer.poll(wait_s)
+        with self._faults.contained("draining saves"):
+            self._transfer.drain(drain_s)
+        with self._faults.contained("closing the transfer"):
+            self._transfer.close()
 
     @contains_faults("a save")
     def _save(self, plan: SavePlan | None) -> None:
         if plan is not None:
             self._transfer.save(plan)
-
-    @contains_faults("starting a load", default=False)
-    def _start(self, plan: LoadPlan) -> bool:
-        self._transfer.load(plan)
-        return True
 
     def _written_blocks(self, plan: LoadPlan) -> frozenset[int]:
         """Return the blocks that a load of this plan would have written."""

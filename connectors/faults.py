@@ -1,6 +1,6 @@
 """Fault containment at the engines' hooks: an exception in tier work is counted and logged and becomes a miss (I9).
 
-The project's one `except Exception` stands here.
+The project's only two `except Exception` stand here.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -30,6 +31,14 @@ class Faults:
             self._count += 1
         kind = f"{doing} {type(fault).__name__}"
         self._log.line(logging.ERROR, kind, "%s failed; going on without %s", doing, self._without, fault=fault)
+
+    @contextmanager
+    def contained(self, doing: str) -> Iterator[None]:
+        """Note an Exception of the body, and go on behind it."""
+        try:
+            yield
+        except Exception as fault:
+            self.note(doing, fault)
 
     def take(self) -> int:
         """Return the number of faults since the last `take`."""

@@ -112,7 +112,8 @@ class LMCacheConnector:
         for jobs in (self._saves, self._loads):
             jobs.drain(CLOSE_TIMEOUT_S)
             jobs.close()
-        self._close_tier()
+        with self._faults.contained("closing the tier"):
+            self._tier.close()
         with self._lock:  # a task that hangs may end later, when the descriptor's number may be reused
             event_fd, self._event_fd = self._event_fd, -1
         if event_fd >= 0:
@@ -153,10 +154,6 @@ class LMCacheConnector:
     @contains_faults("deleting LMCache's objects")
     def _delete(self, keys: Sequence[str]) -> list[bool] | None:
         return self._tier.delete([key.encode() for key in keys])
-
-    @contains_faults("closing the tier")
-    def _close_tier(self) -> None:
-        self._tier.close()
 
     def _end(self, completion: Completion) -> None:
         with self._lock:

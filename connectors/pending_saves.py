@@ -68,7 +68,10 @@ class PendingSaves:
             return  # not all of its blocks are known; `finish` gets them all
         if not request.may_save or request.load_blocks is not None:
             return
-        if self._is_set_coming(request.view.tenant):
+        is_set_coming = False
+        with self._faults.contained("looking for a set"):
+            is_set_coming = self._store.is_set_coming(request.view.tenant)
+        if is_set_coming:
             whole = frontier_tokens // self._shape.chunk_tokens
             request.progress.whole_chunks = max(request.progress.whole_chunks, whole)
         else:
@@ -99,7 +102,10 @@ class PendingSaves:
     def saved(self, done: Sequence[SaveDone]) -> None:
         """Take the workers' answers."""
         tails = set()
-        for lost in self._settle(done):
+        left: Sequence[LostSave] = ()
+        with self._faults.contained("taking the answers to saves"):
+            left = self._store.saved(done)
+        for lost in left:
             request = self._requests.get(lost.owner)
             if request is not None and request.may_save:
                 self._plan_again(request, lost)
@@ -107,7 +113,8 @@ class PendingSaves:
                 tails.add(lost.owner)
         if tails:
             self._store.metrics.add(names.DROPPED_TAILS, len(tails))
-        self._announce_saved(done)
+        with self._faults.contained("announcing saved chunks"):
+            self.watcher.saved(done)
 
     def clear(self) -> None:
         """Drop what is planned: no KV that is in the engine now may be saved."""
@@ -168,36 +175,18 @@ class PendingSaves:
         return plan
 
     def _take(self, request: TrackedRequest, frontier: _Frontier, limit: int | None) -> list[WantedChunk]:
-        wanted = self._choose(request, frontier, limit)
+        wanted = None
+        with self._faults.contained("choosing what to save"):
+            known = self._store.is_known
+            wanted = request.take_wanted(frontier.tokens, frontier.block_ids, self._shape, known, limit)
         if wanted is None:
             request.may_save = False
             return []
         if wanted:
-            self._announce_wanted(request.view.request_id, wanted[0].number, [chunk.key for chunk in wanted])
+            with self._faults.contained("announcing chunks to be saved"):
+                self.watcher.wanted(request.view.request_id, wanted[0].number, [chunk.key for chunk in wanted])
         return wanted
-
-    # --- one call of the tier each, so that a fault in one stops no other ---
-
-    @contains_faults("choosing what to save")
-    def _choose(self, request: TrackedRequest, frontier: _Frontier, limit: int | None) -> list[WantedChunk] | None:
-        return request.take_wanted(frontier.tokens, frontier.block_ids, self._shape, self._store.is_known, limit)
-
-    @contains_faults("looking for a set", default=False)
-    def _is_set_coming(self, tenant: str) -> bool:
-        return self._store.is_set_coming(tenant)
 
     @contains_faults("planning a save", default=_NOTHING)
     def _select(self, wanted: list[WantedChunk]) -> SaveSelection:
         return self._store.select_saves(wanted) if wanted else _NOTHING
-
-    @contains_faults("taking the answers to saves", default=())
-    def _settle(self, done: Sequence[SaveDone]) -> Sequence[LostSave]:
-        return self._store.saved(done)
-
-    @contains_faults("announcing chunks to be saved")
-    def _announce_wanted(self, request_id: str, first_chunk: int, keys: Sequence[bytes]) -> None:
-        self.watcher.wanted(request_id, first_chunk, keys)
-
-    @contains_faults("announcing saved chunks")
-    def _announce_saved(self, done: Sequence[SaveDone]) -> None:
-        self.watcher.saved(done)

@@ -204,11 +204,8 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         """Close the tier; every wait is bounded. Later calls are misses."""
         tier, self._tier = self._tier, None
         if tier is not None:
-            self._close(tier)
-
-    @contains_faults("closing the tier")
-    def _close(self, tier: ObjectTier) -> None:
-        tier.close()
+            with self._faults.contained("closing the tier"):
+                tier.close()
 
     def _load(self, keys: Sequence[str], pages: Sequence[Any]) -> list[bool]:
         tier = self._tier

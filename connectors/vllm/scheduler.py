@@ -98,7 +98,9 @@ class SchedulerHalf:
             hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or spec.block_size
             describe = partial(self._describe, shape=shape, hash_tokens=hash_tokens)
             writers = sum(share.writes is not None for share in identity.shares)
-            self._bridge.watcher = announcements = Announcements(describe, self._store.index, shape.blocks, writers)
+            self._bridge.saves.watcher = announcements = Announcements(
+                describe, self._store.index, shape.blocks, writers
+            )
             self._events = dynamo.TierEvents(announcements, spec)
             announcements.start()
 
@@ -129,7 +131,9 @@ class SchedulerHalf:
     def build_step(self, scheduled: Any) -> StepMetadata:
         """Return the workers' work of this step. Must be called before vLLM counts the step's tokens as computed."""
         self._advance(scheduled)
-        rewritten = self._rewritten(scheduled)
+        rewritten = None
+        with self._faults.contained("reading a step's blocks"):
+            rewritten = rewritten_blocks(scheduled)
         self._n_steps += 1
         return StepMetadata(self._bridge.take_step(not scheduled.total_num_scheduled_tokens, rewritten), self._n_steps)
 
@@ -140,7 +144,9 @@ class SchedulerHalf:
         if request.request_id not in self._requests:
             return
         self._tables.pop(request.request_id, None)
-        frontier = self._final_frontier(request, self._given.ended(request.request_id))
+        frontier, reached_tokens = 0, self._given.ended(request.request_id)
+        with self._faults.contained("reading the end of a request"):
+            frontier = self._frontiers.of_end(request, reached_tokens)
         self._bridge.finish(request.request_id, frontier if self._saves else 0, block_ids)
         del self._requests[request.request_id]  # only now: chunks to be saved are described from it
 
@@ -187,11 +193,8 @@ class SchedulerHalf:
             self._is_closed = True
             if self._events is not None:
                 self._events.announcements.close()
-            self._close_store()
-
-    @contains_faults("closing the store")
-    def _close_store(self) -> None:
-        self._store.close()
+            with self._faults.contained("closing the store"):
+                self._store.close()
 
     def _saw_step(self, tokens: int, seconds: float) -> None:
         self._costs.saw_step(tokens, seconds)
@@ -216,14 +219,6 @@ class SchedulerHalf:
     def _is_of_its_key(self, request: Any) -> bool:
         """Return True if the request's weights are those of its key. Reads an adapter's files: call only if needed."""
         return self._frontiers.is_of_its_key(request)
-
-    @contains_faults("reading the end of a request", default=0)
-    def _final_frontier(self, request: Any, reached_tokens: int) -> int:
-        return self._frontiers.of_end(request, reached_tokens)
-
-    @contains_faults("reading a step's blocks")
-    def _rewritten(self, scheduled: Any) -> frozenset[int] | None:
-        return rewritten_blocks(scheduled)
 
     # A request that cannot be read is neither loaded nor saved.
     @contains_faults("reading a request", default=lambda self, request: RequestView(request.request_id))

@@ -21,7 +21,7 @@ import torch
 from kvtier.build import Work, open_transfer
 from kvtier.config.settings import Settings
 from kvtier.connectors.bridge import Step, WorkerBridge
-from kvtier.connectors.faults import Faults, contains_faults
+from kvtier.connectors.faults import Faults
 from kvtier.connectors.tracked_request import BlockShape
 from kvtier.connectors.vllm import platform
 from kvtier.connectors.vllm.compatibility import check_cache, check_engine, check_layers, layer_specs
@@ -120,14 +120,11 @@ class WorkerHalf:
         figures, now = None, time.monotonic()
         if self._figures is not None and now >= self._figures_due_s:
             self._figures_due_s = now + FIGURES_INTERVAL_S
-            figures = self._take_figures(self._figures)
+            with self._faults.contained("reporting"):
+                figures = self._figures()
         saves, timings = self._bridge.take_saves(), self._bridge.take_timings()
         report = ReportMetadata(saves, timings, cost, figures, self._forwards.has_failed)
         return report if report != ReportMetadata([]) else None
-
-    @contains_faults("reporting")
-    def _take_figures(self, take: Callable[[], RankFigures]) -> RankFigures | None:
-        return take()
 
     def take_stats(self) -> KVTierStats | None:
         return stats_of(self._take_metrics(), self._faults.take(), is_first_rank=self._rank == 0)

@@ -198,12 +198,9 @@ class KVTierSecondaryTier(SecondaryTierManager):
         for jobs in (self._saves, self._loads, self._asking):
             jobs.drain(self._drain_s)
             jobs.close()
-        self._close_tier()
+        with self._faults.contained("closing the tier"):
+            self._tier.close()
         self._rows = np.empty((0, 0), dtype=np.uint8)  # vLLM unmaps its memory, so no view may remain
-
-    @contains_faults("closing the tier")
-    def _close_tier(self) -> None:
-        self._tier.close()
 
     @classmethod
     def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, OffloadingCounterMetadata]:

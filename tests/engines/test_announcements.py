@@ -330,7 +330,7 @@ class Recorder:
 def test_the_bridge_tells_chunks_by_their_number_in_the_prompt(computed: int) -> None:
     store = FakeStore()
     bridge = SchedulerBridge(store, BlockShape(64, 16), FixedLimit(64), 2.0, Faults())  # type: ignore[arg-type]
-    bridge.watcher = recorder = Recorder()
+    bridge.saves.watcher = recorder = Recorder()
     tokens = list(range(300))
     bridge.track(RequestView("r", tokens, 300, {}, may_load=True, may_save=True))
     own = chunk_keys(store.namespace_id, tokens, 64, {})
@@ -362,7 +362,7 @@ def test_a_watcher_that_fails_ends_no_request() -> None:
 
     store, faults = FakeStore(), Faults()
     bridge = SchedulerBridge(store, BlockShape(64, 16), FixedLimit(64), 2.0, faults)  # type: ignore[arg-type]
-    bridge.watcher = Failing()
+    bridge.saves.watcher = Failing()
     bridge.track(RequestView("r", list(range(300)), 300, {}, may_load=True, may_save=True))
     assert bridge.hit_tokens("r", 0) == 0
     bridge.advance("r", 140, list(range(20)))
