@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvtier.connectors.faults import Faults, contains_faults
+from kvtier.connectors.faults import Faults
 from kvtier.connectors.objects.store import Object, ObjectHost, ObjectTier, settings_of
 from kvtier.errors import ConfigError
 from kvtier.runtime.threads import ThreadJobs
@@ -77,18 +77,18 @@ class LMCacheConnector:
 
     def submit_batch_set(self, keys: Sequence[str], memory: Sequence[memoryview]) -> int:
         """Store objects. LMCache may change the memory once the task has ended."""
-        return self._begin(self._saves, "storing", len(keys), lambda: self._store(keys, memory))
+        return self._begin(self._saves, "storing", len(keys), lambda: self._tier.put(_objects(keys, memory)))
 
     def submit_batch_get(self, keys: Sequence[str], memory: Sequence[memoryview]) -> int:
         """Load objects into the memory; the memory of a key that failed is undefined."""
-        return self._begin(self._loads, "loading", len(keys), lambda: self._load(keys, memory))
+        return self._begin(self._loads, "loading", len(keys), lambda: self._tier.get(_objects(keys, memory)))
 
     def submit_batch_exists(self, keys: Sequence[str]) -> int:
-        return self._begin(self._loads, "looking up", len(keys), lambda: self._exist(keys), True)
+        return self._begin(self._loads, "looking up", len(keys), lambda: self._tier.exists(_encoded(keys)), True)
 
     def submit_batch_delete(self, keys: Sequence[str]) -> int:
         """Delete objects. They are misses at once; their space is freed with their segment sets."""
-        return self._begin(self._loads, "deleting", len(keys), lambda: self._delete(keys), True)
+        return self._begin(self._loads, "deleting", len(keys), lambda: self._tier.delete(_encoded(keys)), True)
 
     def drain_completions(self) -> list[Completion]:
         """Return the tasks that ended since the last call."""
@@ -120,7 +120,7 @@ class LMCacheConnector:
             os.close(event_fd)
 
     def _begin(
-        self, jobs: ThreadJobs, what: str, n_keys: int, work: Callable[[], list[bool] | None], may_lack: bool = False
+        self, jobs: ThreadJobs, what: str, n_keys: int, work: Callable[[], list[bool]], may_lack: bool = False
     ) -> int:
         """Queue a task and return its number. may_lack: an absent key is an answer, not a failure."""
         with self._lock:
@@ -130,8 +130,10 @@ class LMCacheConnector:
             self._end(Completion(task, False, f"{what}: too many tasks wait", [False] * n_keys))
         return task
 
-    def _run(self, task: int, what: str, n_keys: int, work: Callable[[], list[bool] | None], may_lack: bool) -> None:
-        results = work()
+    def _run(self, task: int, what: str, n_keys: int, work: Callable[[], list[bool]], may_lack: bool) -> None:
+        results = None
+        with self._faults.contained(f"{what} LMCache's objects"):
+            results = work()
         if results is None:
             self._end(Completion(task, False, f"{what} failed; kvtier's log says why", [False] * n_keys))
             return
@@ -139,27 +141,15 @@ class LMCacheConnector:
         is_good = may_lack or not n_lacking
         self._end(Completion(task, is_good, "" if is_good else f"{what}: {n_lacking} of {n_keys} did not", results))
 
-    @contains_faults("storing LMCache's objects")
-    def _store(self, keys: Sequence[str], memory: Sequence[memoryview]) -> list[bool] | None:
-        return self._tier.put(_objects(keys, memory))
-
-    @contains_faults("loading LMCache's objects")
-    def _load(self, keys: Sequence[str], memory: Sequence[memoryview]) -> list[bool] | None:
-        return self._tier.get(_objects(keys, memory))
-
-    @contains_faults("looking up LMCache's objects")
-    def _exist(self, keys: Sequence[str]) -> list[bool] | None:
-        return self._tier.exists([key.encode() for key in keys])
-
-    @contains_faults("deleting LMCache's objects")
-    def _delete(self, keys: Sequence[str]) -> list[bool] | None:
-        return self._tier.delete([key.encode() for key in keys])
-
     def _end(self, completion: Completion) -> None:
         with self._lock:
             if self._event_fd >= 0:
                 self._ended.append(completion)
                 os.eventfd_write(self._event_fd, 1)
+
+
+def _encoded(keys: Sequence[str]) -> list[bytes]:
+    return [key.encode() for key in keys]
 
 
 def _objects(keys: Sequence[str], memory: Sequence[memoryview]) -> list[Object]:

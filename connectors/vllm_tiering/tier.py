@@ -153,10 +153,10 @@ class KVTierSecondaryTier(SecondaryTierManager):
         if job_metadata.req_context.req_id in self._of_before:  # part of its KV was computed before a reset
             self._fail(job_metadata)
         else:
-            self._begin(self._saves, self._store, job_metadata)
+            self._begin(self._saves, "storing", self._tier.put, job_metadata)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._begin(self._loads, self._load, job_metadata)
+        self._begin(self._loads, "loading", self._tier.get, job_metadata)
 
     def get_finished_jobs(self) -> list[JobResult]:
         """Return ended jobs. Of a load that failed in part the loaded keys are kept; the others become misses for their
@@ -218,26 +218,20 @@ class KVTierSecondaryTier(SecondaryTierManager):
                 stats.increase_counter(PREFIX + name, by)
         return None if stats.is_empty() else stats
 
-    def _begin(self, jobs: ThreadJobs, move: Callable[[TransferJob], list[bool]], job: TransferJob) -> None:
-        if not jobs.submit(partial(self._run, move, job)):
+    def _begin(self, jobs: ThreadJobs, what: str, move: Callable[[list[Object]], list[bool]], job: TransferJob) -> None:
+        if not jobs.submit(partial(self._run, what, move, job)):
             self._counted[REFUSED] += len(job.keys)
             self._fail(job)
 
-    def _run(self, move: Callable[[TransferJob], list[bool]], job: TransferJob) -> None:
-        begun_s = time.monotonic()
-        results = [False] * len(job.keys) if self._is_hurried else move(job)
+    def _run(self, what: str, move: Callable[[list[Object]], list[bool]], job: TransferJob) -> None:
+        begun_s, results = time.monotonic(), [False] * len(job.keys)
+        if not self._is_hurried:
+            with self._faults.contained(f"{what} vLLM's chunks"):
+                results = move(self._objects(job))
         self._ended.put(_Ended(job, results, time.monotonic() - begun_s))
 
     def _fail(self, job: TransferJob) -> None:
         self._ended.put(_Ended(job, [False] * len(job.keys), 0.0))
-
-    @contains_faults("storing vLLM's chunks", default=lambda self, job: [False] * len(job.keys))
-    def _store(self, job: TransferJob) -> list[bool]:
-        return self._tier.put(self._objects(job))
-
-    @contains_faults("loading vLLM's chunks", default=lambda self, job: [False] * len(job.keys))
-    def _load(self, job: TransferJob) -> list[bool]:
-        return self._tier.get(self._objects(job))
 
     @contains_faults("a lookup", default=lambda self, keys: [False] * len(keys))
     def _exist(self, keys: Sequence[bytes]) -> list[bool]:
