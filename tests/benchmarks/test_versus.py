@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -265,9 +267,13 @@ def test_engines_that_start_together_work_one_after_another(tmp_path: Path, stan
     assert found[0]["turn"][1] <= found[2]["turn"][0], "the first is over before the last begins"
 
 
-def test_an_engine_that_is_never_ready_is_stopped(tmp_path: Path, stand_in: None) -> None:
-    """The others have their turns all the same."""
-    found = turns.in_turns([member("stuck", fails="hangs"), member("a")], tmp_path, 6.0, 60.0)
+def test_an_engine_that_is_never_ready_is_stopped(
+    tmp_path: Path, stand_in: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have their turns all the same. The time for a start is over once the other one is ready."""
+    clock = SimpleNamespace(monotonic=lambda: 100.0 * (tmp_path / "a.ready").exists(), sleep=time.sleep)
+    monkeypatch.setattr(turns, "time", clock)
+    found = turns.in_turns([member("stuck", fails="hangs"), member("a")], tmp_path, 60.0, 60.0)
     assert "exit status -9" in found[0]["failed"] and "turn" in found[1]
 
 

@@ -1,4 +1,4 @@
-"""Run commands and read their answers."""
+"""Run commands in this process and read their answers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,29 @@ CHUNKS = 5
 TOKENS = list(range(64 * CHUNKS))
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
-    """Run a command that ends with this status. Return its output."""
-    capsys.readouterr()
-    assert main(list(arguments)) == status
-    return capsys.readouterr().out
+class Cli:
+    """The command line. status: what a command must end with; None: it may end with any."""
 
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
 
-def printed_json(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> Any:
-    return json.loads(printed(capsys, *arguments, "--json", status=status))
+    def run(self, *arguments: str, status: int | None = 0) -> tuple[str, str]:
+        """Return output and errors."""
+        self._capsys.readouterr()
+        assert main(list(arguments)) == status or status is None
+        return self._capsys.readouterr()
 
+    def printed(self, *arguments: str, status: int | None = 0) -> str:
+        return self.run(*arguments, status=status)[0]
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 2) -> str:
-    """Run a command that ends with one line of an error. Return that."""
-    capsys.readouterr()
-    assert main(list(arguments)) == status
-    captured = capsys.readouterr()
-    assert captured.out == "" and len(captured.err.splitlines()) == 1
-    return captured.err
+    def errors(self, *arguments: str, status: int = 1) -> str:
+        return self.run(*arguments, status=status)[1]
+
+    def json(self, *arguments: str, status: int = 0) -> Any:
+        return json.loads(self.printed(*arguments, "--json", status=status))
+
+    def refused(self, *arguments: str, status: int = 2) -> str:
+        """Run a command that ends with one line of an error. Return that."""
+        out, err = self.run(*arguments, status=status)
+        assert out == "" and len(err.splitlines()) == 1
+        return err

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli import main
+from kvtier.cli import evict
 from kvtier.config.settings import CONFIG_VARIABLE
 from kvtier.storage.root_owner import Owner, this_node
-from tests.cli.asking import TOKENS
+from tests.cli.asking import TOKENS, Cli
 from tests.support.rig import Engine
 
 
@@ -25,12 +25,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def root(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A copy to change, with an index of its own."""
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Path:
+    """A copy to change, with an index of its own. What others write to its disk meanwhile holds up no command."""
     monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
+    monkeypatch.setattr(evict, "SHOW_TIMEOUT_S", 0.0)
     copy = Path(shutil.copytree(made, tmp_path / "kv"))
     (copy / "v2" / "owner.json").write_bytes(Owner(this_node(), copy / "v2" / "index").to_json(copy / "v2"))
     shutil.rmtree(copy / "v2" / "index")
-    assert main(["index", "rebuild", str(copy)]) == 0
-    capsys.readouterr()
+    cli.run("index", "rebuild", str(copy))
     return copy

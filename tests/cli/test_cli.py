@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli import check, doctor, main
+from kvtier.cli import check, doctor
 from kvtier.doctor.host import Diagnosis, Host, ProbeFailed
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.index.lmdb.index import LmdbIndex
@@ -25,7 +25,7 @@ from kvtier.runtime.versions import commit
 from kvtier.storage import root as root_module
 from kvtier.storage.filesystem import IN_MEMORY, file_system_of
 from kvtier.storage.root_owner import Node, Owner
-from tests.cli.asking import CHUNKS, printed, printed_json, refused
+from tests.cli.asking import CHUNKS, Cli
 from tests.damage import flip_slab
 from tests.model_configs import LLAMA_8B
 from tests.storage.conftest import Mount
@@ -37,103 +37,100 @@ def segment_of(root: Path) -> Path:
     return max(root.glob("v2/*/*.kvseg"), key=lambda path: path.stat().st_blocks)
 
 
-def test_stats_of_what_an_engine_left(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    titles, row, summary = printed(capsys, "stats", str(made)).splitlines()
+def test_stats_of_what_an_engine_left(made: Path, cli: Cli) -> None:
+    titles, row, summary = cli.printed("stats", str(made)).splitlines()
     assert titles.split()[:3] == ["namespace", "engine", "KV"]
     assert f" {CHUNKS} " in row and f" {64 * CHUNKS} " in row and "4x4 float32" in row and "raw" in row
     assert summary.startswith(f"{made}: ") and summary.endswith(" in 1 namespace")
 
 
-def test_stats_for_programs(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values = printed_json(capsys, "stats", str(made))
+def test_stats_for_programs(made: Path, cli: Cli) -> None:
+    values = cli.json("stats", str(made))
     entry = values["namespaces"][0]
     assert (entry["chunks"], entry["records"], entry["tokens"]) == (CHUNKS, CHUNKS, 64 * CHUNKS)
     assert (made / "v2" / entry["id"]).is_dir() and entry["namespace"]["geometry"]["layers"] == 4
     assert values["n_bytes"] == entry["n_bytes"] > 0 and values["unreadable"] == []
 
 
-def test_stats_shows_a_namespace_that_contradicts_its_folder(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_shows_a_namespace_that_contradicts_its_folder(root: Path, cli: Cli) -> None:
     next(root.glob("v2/*/namespace.json")).write_text("{}")
-    assert "BAD " in printed(capsys, "stats", str(root), status=1)
+    assert "BAD " in cli.printed("stats", str(root), status=1)
 
 
-def test_verify_of_what_an_engine_left(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_of_what_an_engine_left(made: Path, tmp_path: Path, cli: Cli) -> None:
     """It printed "read in 0.0 s (0.0 GB/s)" of a root of some megabytes, and a rate of none at all."""
-    out = printed(capsys, "verify", str(made))
+    out = cli.printed("verify", str(made))
     said = re.search(r"read in ([0-9.]+ (?:us|ms|s)) \(([0-9.]+) ([kMG]B/s)\)", out)
     assert said is not None and float(said[2]) > 0 and f"{CHUNKS} records" in out and "0 bad" in out
     Engine(tmp_path / "kv").close()
-    assert "B/s" not in printed(capsys, "verify", str(tmp_path / "kv"))
+    assert "B/s" not in cli.printed("verify", str(tmp_path / "kv"))
 
 
-def test_verify_names_what_is_bad(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_what_is_bad(root: Path, cli: Cli) -> None:
     flip_slab(segment_of(root), 2)
-    out = printed(capsys, "verify", str(root), status=1)
+    out = cli.printed("verify", str(root), status=1)
     place = f"{segment_of(root).parent.name}/{segment_of(root).name}"
     assert f"BAD {place} slot 2: checksum of head 0 does not match" in out and "1 bad" in out
     assert "is a miss at its next use" in out.splitlines()[-1]
 
 
-def test_verify_names_the_namespace_of_a_segment_that_is_gone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_the_namespace_of_a_segment_that_is_gone(root: Path, cli: Cli) -> None:
     segment = segment_of(root)
     segment.unlink()
-    out = printed(capsys, "verify", str(root), status=1)
+    out = cli.printed("verify", str(root), status=1)
     assert f"BAD {segment.parent.name}/{segment.name} slot 0: its segment is missing" in out
 
 
-def test_verify_for_programs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_for_programs(root: Path, cli: Cli) -> None:
     flip_slab(segment_of(root), 3)
-    values = printed_json(capsys, "verify", str(root), status=1)
+    values = cli.json("verify", str(root), status=1)
     assert values["records"] == CHUNKS
     segment = segment_of(root)
     found = [(finding["namespace"], finding["segment"], finding["slot"]) for finding in values["bad"]]
     assert found == [(segment.parent.name, segment.name, 3)]
 
 
-def test_without_an_index_the_headers_are_read(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_index_the_headers_are_read(root: Path, cli: Cli) -> None:
     shutil.rmtree(root / "v2" / "index")
-    assert main(["stats", "--json", str(root)]) == 0
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["namespaces"][0]["chunks"] == CHUNKS
-    assert "no index of this root here" in captured.err
+    out, said = cli.run("stats", "--json", str(root))
+    assert json.loads(out)["namespaces"][0]["chunks"] == CHUNKS and "no index of this root here" in said
     assert not (root / "v2" / "index").exists()  # looking makes nothing
     flip_slab(segment_of(root), 1)
-    assert main(["verify", str(root)]) == 1
+    cli.run("verify", str(root), status=1)
 
 
-def test_root_of_another_node_can_be_looked_at(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_root_of_another_node_can_be_looked_at(root: Path, cli: Cli) -> None:
     owner = Owner(Node("f00d", "gpu-07"), root / "v2" / "index")
     (root / "v2" / "owner.json").write_bytes(owner.to_json(root / "v2"))
-    printed(capsys, "stats", str(root))
-    assert "gpu-07 (f00d): run this there" in refused(capsys, "index", "rebuild", str(root))
+    cli.printed("stats", str(root))
+    assert "gpu-07 (f00d): run this there" in cli.refused("index", "rebuild", str(root))
 
 
-def test_rebuild_fills_an_index_that_was_lost(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rebuild_fills_an_index_that_was_lost(root: Path, cli: Cli) -> None:
     shutil.rmtree(root / "v2" / "index")
-    assert printed_json(capsys, "index", "rebuild", str(root))["records"] == CHUNKS
+    assert cli.json("index", "rebuild", str(root))["records"] == CHUNKS
     index = LmdbIndex(str(root / "v2" / "index"))
     assert index.counts().records == CHUNKS and not index.was_reset
     index.close()
-    assert main(["stats", "--json", str(root)]) == 0
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["namespaces"][0]["chunks"] == CHUNKS and captured.err == ""
+    out, said = cli.run("stats", "--json", str(root))
+    assert json.loads(out)["namespaces"][0]["chunks"] == CHUNKS and said == ""
 
 
-def test_rebuild_of_a_root_whose_index_is_in_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rebuild_of_a_root_whose_index_is_in_memory(tmp_path: Path, cli: Cli) -> None:
     engine = Engine(tmp_path / "kv", changes={"index": {"kind": "memory"}})
     engine.save(list(range(64)), list(range(4)))
     engine.close()
-    assert "no embedded index" in refused(capsys, "index", "rebuild", str(tmp_path / "kv"))
-    printed(capsys, "verify", str(tmp_path / "kv"))
+    assert "no embedded index" in cli.refused("index", "rebuild", str(tmp_path / "kv"))
+    cli.printed("verify", str(tmp_path / "kv"))
 
 
-def test_rebuild_lists_what_it_cannot_read(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rebuild_lists_what_it_cannot_read(root: Path, cli: Cli) -> None:
     segment = segment_of(root)
     with segment.open("r+b") as file:
         file.write(b"x" * PAGE_BYTES)
     rebuild = ("index", "rebuild", str(root))
-    assert f"BAD {segment.parent.name}/{segment.name}: " in printed(capsys, *rebuild, status=1)
-    assert segment.name in printed_json(capsys, *rebuild, status=1)["unreadable"][0]
+    assert f"BAD {segment.parent.name}/{segment.name}: " in cli.printed(*rebuild, status=1)
+    assert segment.name in cli.json(*rebuild, status=1)["unreadable"][0]
 
 
 # --- check ---
@@ -148,8 +145,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_check_prints_what_would_be_used(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, "check", str(config)).splitlines()
+def test_check_prints_what_would_be_used(config: Path, cli: Cli) -> None:
+    lines = cli.printed("check", str(config)).splitlines()
     assert lines[0].startswith("root: ") and lines[1:3] == ["capacity_bytes: 4294967296 (4.0 GiB)", "io.threads: 3"]
     assert "host.admit: always; with a GPU saved  (the default)" in lines
     assert not any(line.startswith("epoch") for line in lines)
@@ -158,36 +155,34 @@ def test_check_prints_what_would_be_used(config: Path, capsys: pytest.CaptureFix
     assert [path.name for path in config.parent.iterdir()] == [config.name]  # nothing was made
 
 
-def test_check_prints_what_is_set_or_chosen_unless_all_is_asked_for(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    everything = printed(capsys, "check", str(config), "--all").splitlines()
+def test_check_prints_what_is_set_or_chosen_unless_all_is_asked_for(config: Path, cli: Cli) -> None:
+    everything = cli.printed("check", str(config), "--all").splitlines()
     assert len(everything) > 60 and "model_tag: null  (the default)" in everything
     config.write_text(config.read_text() + "epoch: 9\n")
-    brief = printed(capsys, "check", str(config)).splitlines()
+    brief = cli.printed("check", str(config)).splitlines()
     assert len(brief) <= 25 and set(brief) - set(everything) == {brief[-3], "epoch: 9"}
     assert len(brief) - 1 + int(brief[-3].split()[2]) == len(everything)
 
 
-def test_check_of_a_service_that_would_not_start(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_a_service_that_would_not_start(config: Path, cli: Cli) -> None:
     """An engine does, so it is no reason to refuse the file."""
     config.write_text(config.read_text() + "server: {host: 0.0.0.0}\n")
-    said = printed(capsys, "check", str(config))
+    said = cli.printed("check", str(config))
     assert said.startswith("but: kvtier serve would not start: server.host: others could reach it")
-    assert "server.host" in printed_json(capsys, "check", str(config))["but"][0]
+    assert "server.host" in cli.json("check", str(config))["but"][0]
 
 
-def test_check_of_a_capacity_of_few_segments(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_a_capacity_of_few_segments(config: Path, cli: Cli) -> None:
     """It was accepted without a word, and an engine with it stored next to nothing."""
     config.write_text(f"root: {config.parent}\ncapacity_bytes: 64MiB\nsegment_bytes: 64MiB\n")
-    said = printed(capsys, "check", str(config))
+    said = cli.printed("check", str(config))
     assert said.startswith("but: capacity_bytes (64MiB) is less than 4 times a segment set (64MiB on one rank)")
     for fine in ("capacity_bytes: 256MiB\nsegment_bytes: 64MiB", "capacity_bytes: 64MiB"):
         config.write_text(f"root: {config.parent}\n{fine}\n")
-        assert "but:" not in printed(capsys, "check", str(config))
+        assert "but:" not in cli.printed("check", str(config))
 
 
-def test_check_of_a_capacity_of_few_chunks(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_a_capacity_of_few_chunks(config: Path, tmp_path: Path, cli: Cli) -> None:
     """Only the model tells that a set is one chunk. The advice was to lower segment_bytes, which changes nothing."""
     model = tmp_path / "model"
     model.mkdir()
@@ -200,32 +195,30 @@ def test_check_of_a_capacity_of_few_chunks(config: Path, tmp_path: Path, capsys:
         config.write_text(f"root: {config.parent}\n{text}\n")
         (line,) = [
             line
-            for line in printed(capsys, "check", str(config), "--model", str(model)).splitlines()[:2]
+            for line in cli.printed("check", str(config), "--model", str(model)).splitlines()[:2]
             if "4 times" in line
         ]
         assert line.endswith(advice)
 
 
-def test_check_of_a_small_capacity_on_a_small_disk(
-    config: Path, mount_tmpfs: Mount, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_of_a_small_capacity_on_a_small_disk(config: Path, mount_tmpfs: Mount, cli: Cli) -> None:
     """`check` refused it, because it asked for 1 GiB for a segment set."""
     root = config.parent / "kv"
     root.mkdir()
     mount_tmpfs(root, "size=64m")
     config.write_text(f"root: {root}\ncapacity_bytes: 32MiB\ncapacity: {{reserve_bytes: 4MiB}}\n")
-    assert "disk is full" not in printed(capsys, "check", str(config))
+    assert "disk is full" not in cli.printed("check", str(config))
 
 
-def test_check_of_a_capacity_beyond_the_disk(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_a_capacity_beyond_the_disk(config: Path, cli: Cli) -> None:
     """More than is free is a warning; more than the whole disk can never be reached, and was called right."""
     disk = os.statvfs(config.parent)
     config.write_text(f"root: {config.parent}\ncapacity_bytes: {disk.f_blocks * disk.f_frsize}\n")
-    assert "is more than the tier can have here" in printed(capsys, "check", str(config)).splitlines()[0]
+    assert "is more than the tier can have here" in cli.printed("check", str(config)).splitlines()[0]
     config.write_text(f"root: {config.parent}\ncapacity_bytes: 9000Ti\n")
-    said = printed(capsys, "check", str(config), status=1)
+    said = cli.printed("check", str(config), status=1)
     assert said.startswith("bad: capacity_bytes (9000TiB) is more than the disk has in all")
-    values = printed_json(capsys, "check", str(config), status=1)
+    values = cli.json("check", str(config), status=1)
     assert [line.split(" ")[0] for line in (*values["bad"], *values["but"])] == ["capacity_bytes", "capacity_bytes"]
     assert values["settings"]["host"]["admit"] is None and values["chosen"]["host.admit"].startswith("always")
 
@@ -243,25 +236,22 @@ def transfer_of(config: Path, **changes: object) -> str:
     )
 
 
-def test_check_takes_what_vllm_is_given(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--kv-transfer-config", transfer_of(config)]) == 0
-    assert "io.threads: 3" in capsys.readouterr().out.splitlines()
+def test_check_takes_what_vllm_is_given(config: Path, cli: Cli) -> None:
+    assert "io.threads: 3" in cli.printed("check", "--kv-transfer-config", transfer_of(config)).splitlines()
     for changes, said in (
         ({"kv_role": "kv_all"}, "kv_role = 'kv_all': use kv_both"),
         ({"kv_load_failure_policy": "fail"}, 'add "kv_load_failure_policy": "recompute"'),
         ({"kv_connector": "LMCacheConnectorV1"}, "vLLM would not load kvtier: set it to KVTierConnector"),
         ({"kv_connector_extra_config": {"config": str(config), "io": {"threads": 0}}}, "io.threads = 0"),
     ):
-        assert main(["check", "--kv-transfer-config", transfer_of(config, **changes)]) == 1
-        assert said in capsys.readouterr().err
+        assert said in cli.errors("check", "--kv-transfer-config", transfer_of(config, **changes))
     without = {key: value for key, value in json.loads(transfer_of(config)).items() if "policy" not in key}
-    assert main(["check", "--kv-transfer-config", json.dumps(without)]) == 1
-    assert "kv_load_failure_policy = 'fail'" in capsys.readouterr().err
-    assert main(["check", "--kv-transfer-config", "{password: S3CRET}"]) == 1
-    assert "it is not JSON" in (said := capsys.readouterr().err) and "S3CRET" not in said
+    assert "kv_load_failure_policy = 'fail'" in cli.errors("check", "--kv-transfer-config", json.dumps(without))
+    said = cli.errors("check", "--kv-transfer-config", "{password: S3CRET}")
+    assert "it is not JSON" in said and "S3CRET" not in said
 
 
-def test_check_finds_kvtier_in_a_multi_connector(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_finds_kvtier_in_a_multi_connector(config: Path, cli: Cli) -> None:
     """It said that vLLM would not load kvtier. vLLM reads the failure policy of the whole."""
     child, other = json.loads(transfer_of(config)), {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
@@ -270,39 +260,34 @@ def test_check_finds_kvtier_in_a_multi_connector(config: Path, capsys: pytest.Ca
         whole = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         return json.dumps(whole | {"kv_load_failure_policy": "recompute"} | changes)
 
-    assert main(["check", "--kv-transfer-config", multi(other, child)]) == 0
-    assert "MultiConnector" not in capsys.readouterr().out
-    assert main(["check", "--kv-transfer-config", multi(other, child, kv_load_failure_policy="fail")]) == 0
-    assert "at the MultiConnector too: vLLM reads it there" in capsys.readouterr().out
+    assert "MultiConnector" not in cli.printed("check", "--kv-transfer-config", multi(other, child))
+    said = cli.printed("check", "--kv-transfer-config", multi(other, child, kv_load_failure_policy="fail"))
+    assert "at the MultiConnector too: vLLM reads it there" in said
     for children, said in (
         ((other,), "add KVTierConnector to its connectors"),
         ((other, child | {"kv_role": "both"}), "kv_role = 'both'"),
         ((child | {"kv_load_failure_policy": "fail"},), "kv_load_failure_policy = 'fail'"),
     ):
-        assert main(["check", "--kv-transfer-config", multi(*children)]) == 1
-        assert said in capsys.readouterr().err
+        assert said in cli.errors("check", "--kv-transfer-config", multi(*children))
 
 
-def test_check_looks_at_a_model(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_looks_at_a_model(config: Path, tmp_path: Path, cli: Cli) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(LLAMA_8B))
-    assert main(["check", str(config), "--model", str(model)]) == 0
-    assert "model is: llama of 32 layers, served: a segment set has 7 chunks" in capsys.readouterr().out
+    said = cli.printed("check", str(config), "--model", str(model))
+    assert "model is: llama of 32 layers, served: a segment set has 7 chunks" in said
     config.write_text(config.read_text() + "segment_bytes: 16MiB\n")
-    assert main(["check", str(config), "--model", str(model)]) == 1
-    assert "segment_bytes" in capsys.readouterr().err
+    assert "segment_bytes" in cli.errors("check", str(config), "--model", str(model))
     (model / "config.json").write_text(json.dumps(LLAMA_8B | {"max_position_embeddings": 255}))
-    assert main(["check", str(config), "--model", str(model)]) == 1
-    assert "chunk_tokens = 256: only whole chunks are stored" in capsys.readouterr().err
+    assert "chunk_tokens = 256: only whole chunks are stored" in cli.errors("check", str(config), "--model", str(model))
     (model / "config.json").write_text(json.dumps(LLAMA_8B | {"model_type": "mamba2"}))
-    assert main(["check", str(config), "--model", str(model)]) == 1
-    assert "layers without attention" in capsys.readouterr().err
+    assert "layers without attention" in cli.errors("check", str(config), "--model", str(model))
 
 
 @pytest.mark.parametrize(("user", "said"), [(0, "root_squash"), (1000, "run this as the engines' user")])
 def test_check_of_a_root_that_refuses_this_user(
-    user: int, said: str, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    user: int, said: str, config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     """Under root_squash it ended with a bare errno."""
 
@@ -311,72 +296,67 @@ def test_check_of_a_root_that_refuses_this_user(
 
     monkeypatch.setattr(check, "place_of", refuse)
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    assert main(["check", str(config)]) == 1
-    error = capsys.readouterr().err
+    error = cli.errors("check", str(config))
     assert error.startswith("kvtier: root = '/mnt/lustre/kv/v1': Permission denied; ") and said in error
 
 
-def test_check_says_what_is_used_where_a_setting_is_left_out(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_what_is_used_where_a_setting_is_left_out(config: Path, cli: Cli) -> None:
     """It printed null."""
-    text = printed(capsys, "check", str(config))
+    text = cli.printed("check", str(config))
     assert "\nhost.arena_bytes: 1073741824 (1.0 GiB); with a GPU 8589934592 (8.0 GiB)  (the default)\n" in text
     assert "\nhost.admit: always; with a GPU saved  (the default)\n" in text
     config.write_text(f"root: {config.parent}\nio: {{piece_bytes: 2Mi, calibrate: false}}\n")
     in_memory = file_system_of(config.parent).kind in IN_MEMORY
-    assert f"\nio.threads: {4 if in_memory else 16}  (the default)\n" in printed(capsys, "check", str(config))
+    assert f"\nio.threads: {4 if in_memory else 16}  (the default)\n" in cli.printed("check", str(config))
 
 
-def test_check_of_an_arena_and_the_memory_for_it(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_of_an_arena_and_the_memory_for_it(config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     """500GiB on a machine of 23 passed, and the engine died of it."""
     arena = f"root: {config.parent}\ncapacity_bytes: 4GiB\nhost: {{arena_bytes: 500GiB}}\n"
     monkeypatch.setattr(check, "memory_here", lambda: MachineMemory(23 << 30, "this machine's memory", 20 << 30))
-    error = stopped(config, arena, capsys)
+    error = stopped(config, arena, cli)
     assert error.startswith("kvtier: host.arena_bytes = 536870912000: 500.0 GiB, more than this machine's memory (23.0")
     monkeypatch.setattr(check, "memory_here", lambda: MachineMemory(1 << 40, "this machine's memory", 20 << 30))
-    said = printed(capsys, "check", str(config))
+    said = cli.printed("check", str(config))
     assert said.startswith("but: host.arena_bytes (500.0 GiB for each worker) is more than is avail")
 
 
-def test_check_of_a_root_that_is_there(root: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_a_root_that_is_there(root: Path, config: Path, cli: Cli) -> None:
     before = sorted(root.rglob("*"))
-    values = printed_json(capsys, "check", str(config))
+    values = cli.json("check", str(config))
     assert values["settings"]["io"]["threads"] == 3 and values["root"]["root is"].startswith("there, on ")
     assert values["root"]["index is"].endswith("of this node") and sorted(root.rglob("*")) == before
 
 
-def stopped(config: Path, text: str, capsys: pytest.CaptureFixture[str]) -> str:
+def stopped(config: Path, text: str, cli: Cli) -> str:
     """Return why no engine would start with these settings."""
     config.write_text(text)
-    return refused(capsys, "check", str(config), status=1)
+    return cli.refused("check", str(config), status=1)
 
 
-def test_check_says_what_stops_a_start(
-    config: Path, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_says_what_stops_a_start(config: Path, root: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     tmp_path = config.parent
-    assert "did you mean 'io.threads'" in stopped(config, f"root: {tmp_path}\nio: {{thread: 4}}\n", capsys)
+    assert "did you mean 'io.threads'" in stopped(config, f"root: {tmp_path}\nio: {{thread: 4}}\n", cli)
     monkeypatch.setattr(root_module, "MACHINE_ROOT", tmp_path)
-    assert "nothing is mounted there" in stopped(config, f"root: {tmp_path}/kv\nrequire_mount: true\n", capsys)
-    assert "is a file, not a folder" in stopped(config, f"root: {config}/below\n", capsys)
+    assert "nothing is mounted there" in stopped(config, f"root: {tmp_path}/kv\nrequire_mount: true\n", cli)
+    assert "is a file, not a folder" in stopped(config, f"root: {config}/below\n", cli)
     assert "raise capacity_bytes" in stopped(
-        config, f"root: {tmp_path}\ncapacity_bytes: 1Mi\nsegment_bytes: 1Gi\n", capsys
+        config, f"root: {tmp_path}\ncapacity_bytes: 1Mi\nsegment_bytes: 1Gi\n", cli
     )
     assert "its disk is full" in stopped(
-        config, f"root: {tmp_path}\nsegment_bytes: 9000Ti\ncapacity_bytes: 9000Ti\n", capsys
+        config, f"root: {tmp_path}\nsegment_bytes: 9000Ti\ncapacity_bytes: 9000Ti\n", cli
     )
-    assert "another" not in stopped(config, f"root: {root}\nindex: {{path: /var/tmp/other}}\n", capsys)
+    assert "another" not in stopped(config, f"root: {root}\nindex: {{path: /var/tmp/other}}\n", cli)
     owner = Owner(Node("f00d", "gpu-07"), root / "v2" / "index")
     (root / "v2" / "owner.json").write_bytes(owner.to_json(root / "v2"))
-    assert "belongs to node gpu-07" in stopped(config, f"root: {root}\n", capsys)
+    assert "belongs to node gpu-07" in stopped(config, f"root: {root}\n", cli)
     (root / "v99").mkdir()
-    assert "upgrade kvtier" in stopped(config, f"root: {root}\n", capsys)
+    assert "upgrade kvtier" in stopped(config, f"root: {root}\n", cli)
     config.unlink()
-    assert "cannot read this settings file" in refused(capsys, "check", str(config), status=1)
+    assert "cannot read this settings file" in cli.refused("check", str(config), status=1)
 
 
-def test_check_of_gpu_memory(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_gpu_memory(config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     """Refused where there is no GPU, as by an engine; a driver that hangs is not this command's to judge."""
     text = f"root: {config.parent}\nhbm: {{arena_bytes: 4Gi}}\n"
 
@@ -389,18 +369,16 @@ def test_check_of_gpu_memory(config: Path, monkeypatch: pytest.MonkeyPatch, caps
         return probe
 
     monkeypatch.setattr(Host, "probe", driver(None))
-    assert "hbm.arena_bytes = 4294967296: there is no GPU here" in stopped(config, text, capsys)
+    assert "hbm.arena_bytes = 4294967296: there is no GPU here" in stopped(config, text, cli)
     for answer in (13000, ProbeFailed("no answer in 20 s")):
         monkeypatch.setattr(Host, "probe", driver(answer))
-        assert main(["check", str(config)]) == 0
+        cli.run("check", str(config))
 
 
 # --- doctor ---
 
 
-def test_doctor_prints_a_verdict_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_prints_a_verdict_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     verdicts = [Diagnosis("ok", "a", "b"), Diagnosis("warn", "c", "d", "do e")]
     asked: list[Path | None] = []
 
@@ -409,11 +387,9 @@ def test_doctor_prints_a_verdict_a_line(
         return verdicts
 
     monkeypatch.setattr(doctor, "examine", examine)
-    assert main(["doctor"]) == 0
-    assert capsys.readouterr().out == "ok    a: b\nwarn  c: d\n      -> do e\n"
+    assert cli.printed("doctor") == "ok    a: b\nwarn  c: d\n      -> do e\n"
     verdicts.append(Diagnosis("bad", "f", "g", "h"))
-    assert main(["doctor", "--json", str(tmp_path)]) == 1
-    assert json.loads(capsys.readouterr().out)[2] == {"level": "bad", "what": "f", "value": "g", "fix": "h"}
+    assert cli.json("doctor", str(tmp_path), status=1)[2] == {"level": "bad", "what": "f", "value": "g", "fix": "h"}
     assert asked == [None, tmp_path]
 
 
@@ -421,34 +397,32 @@ def test_doctor_prints_a_verdict_a_line(
 
 
 @pytest.mark.parametrize("arguments", [["stats"], ["verify"], ["index", "rebuild"]])
-def test_start_up_error_is_one_line_and_status_2(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_start_up_error_is_one_line_and_status_2(arguments: list[str], tmp_path: Path, cli: Cli) -> None:
     for path in (tmp_path / "absent", tmp_path):
-        assert str(path) in refused(capsys, *arguments, str(path))
+        assert str(path) in cli.refused(*arguments, str(path))
 
 
-def test_without_arguments_the_next_steps_are_named() -> None:
-    done = subprocess.run([sys.executable, "-m", "kvtier.cli"], capture_output=True, text=True, check=False, timeout=60)
+def test_without_arguments_the_next_steps_are_named_and_torch_is_not_imported() -> None:
+    """It takes seconds to import."""
+    code = "import sys, kvtier.cli; status = kvtier.cli.main([]); sys.exit('torch' in sys.modules or status)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600)
     steps = ("kvtier doctor", "kvtier plan", "kvtier check", "KVTIER_ROOT=/nvme/kv vllm serve")
     assert done.returncode == 2 and all(f"\n  {step} " in done.stderr for step in steps)
 
 
 @pytest.mark.parametrize("command", ["stats", "verify", "check", "doctor"])
-def test_empty_path_is_not_the_current_folder(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, ""]) == 2
-    assert "it is empty; is a variable of your shell not set?" in capsys.readouterr().err
+def test_empty_path_is_not_the_current_folder(command: str, cli: Cli) -> None:
+    assert "it is empty; is a variable of your shell not set?" in cli.errors(command, "", status=2)
 
 
 @pytest.mark.parametrize("command", [[], ["check"], ["index", "rebuild"], ["serve"]])
-def test_help_says_what_a_status_means(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "--help"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+def test_help_says_what_a_status_means(command: list[str], cli: Cli) -> None:
+    said = " ".join(cli.printed(*command, "--help").split())
     assert all(f"{status} " in said.split("Exit status:")[1] for status in (OK, FOUND_BAD, NOT_DONE, INTERRUPTED))
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(capsys, "--version") == f"kvtier {version('kvtier')} ({commit()})\n" and commit()
+def test_version(cli: Cli) -> None:
+    assert cli.printed("--version") == f"kvtier {version('kvtier')} ({commit()})\n" and commit()
 
 
 def test_reader_that_stops_reading(made: Path) -> None:

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli import bench, bench_storage, main, progress, tables
+from kvtier.cli import bench, bench_storage, progress, tables
 from kvtier.config.settings import CONFIG_VARIABLE
 from kvtier.eviction.evictor import EvictionResult, Evictor
 from kvtier.index.lmdb.index import LmdbIndex
@@ -22,7 +21,7 @@ from kvtier.io.ring import FlushOp, sizes_for
 from kvtier.scheduler.engine_report import Times, TopPrefix, WorkerReport
 from kvtier.storage.filesystem import FileSystem
 from kvtier.storage.root import CAPACITY_UNIT, default_capacity
-from tests.cli.asking import CHUNKS, TOKENS, printed, printed_json, refused
+from tests.cli.asking import CHUNKS, TOKENS, Cli
 
 CAPACITY = 64 << 20
 
@@ -56,54 +55,50 @@ def tokens(tmp_path: Path) -> str:
 # --- which place ---
 
 
-def test_settings_are_named_in_three_ways(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    named = printed_json(capsys, "stats", "--config", str(config))
+def test_settings_are_named_in_three_ways(config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    named = cli.json("stats", "--config", str(config))
     assert named["capacity"]["capacity_bytes"] == CAPACITY and named["index_kind"] == "embedded"
-    assert printed_json(capsys, "stats", str(config))["root"] == str(root_of(config))
-    assert "namespaces" in printed_json(capsys, "stats", str(root_of(config)))  # the folder alone
+    assert cli.json("stats", str(config))["root"] == str(root_of(config))
+    assert "namespaces" in cli.json("stats", str(root_of(config)))  # the folder alone
     monkeypatch.setenv(CONFIG_VARIABLE, str(config))
-    assert printed_json(capsys, "stats")["capacity"]["capacity_bytes"] == CAPACITY
-    assert printed_json(capsys, "stats", str(root_of(config)))["capacity"]["capacity_bytes"] == CAPACITY
+    assert cli.json("stats")["capacity"]["capacity_bytes"] == CAPACITY
+    assert cli.json("stats", str(root_of(config)))["capacity"]["capacity_bytes"] == CAPACITY
 
 
-def test_what_depends_on_the_settings_asks_for_them(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_depends_on_the_settings_asks_for_them(config: Path, cli: Cli) -> None:
     """With the default capacity in place of the real one, pins would not protect what they should."""
     root = str(root_of(config))
     for command in (["evict", root, "--all", "--yes"], ["pin", root], ["unpin", "x", root], ["quota", root]):
-        assert "add --config FILE, or set KVTIER_ROOT" in refused(capsys, *command)
-    assert "leave one of them out" in refused(capsys, "stats", str(config), "--config", str(config))
-    assert "no such folder" in refused(capsys, "lookup", f"{root}/absent", "--tokens", "x")
+        assert "add --config FILE, or set KVTIER_ROOT" in cli.refused(*command)
+    assert "leave one of them out" in cli.refused("stats", str(config), "--config", str(config))
+    assert "no such folder" in cli.refused("lookup", f"{root}/absent", "--tokens", "x")
 
 
-def test_the_root_variable_alone_is_a_deployment(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_root_variable_alone_is_a_deployment(config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     """Its capacity is that of an engine with this variable alone: by another one, other sets would be protected."""
     monkeypatch.setenv("KVTIER_ROOT", str(root_of(config)))
     monkeypatch.setenv("KVTIER_SEGMENT_BYTES", "1MiB")
     expected = pytest.approx(default_capacity(root_of(config)), abs=2 * CAPACITY_UNIT)
-    assert printed_json(capsys, "stats")["capacity"]["capacity_bytes"] == expected
-    assert printed_json(capsys, "check")["settings"]["capacity_bytes"] == expected
+    assert cli.json("stats")["capacity"]["capacity_bytes"] == expected
+    assert cli.json("check")["settings"]["capacity_bytes"] == expected
     monkeypatch.setenv("KVTIER_CAPACITY_BYTES", str(CAPACITY))
-    assert printed_json(capsys, "stats")["capacity"]["capacity_bytes"] == CAPACITY
+    assert cli.json("stats")["capacity"]["capacity_bytes"] == CAPACITY
 
 
-def test_looking_makes_no_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_looking_makes_no_root(tmp_path: Path, cli: Cli) -> None:
     config = tmp_path / "kvtier.yaml"
     config.write_text(f"root: {tmp_path / 'kv'}\n")
     for command in ("stats", "verify", "pin", "quota", "bench"):
-        assert "no such folder" in refused(capsys, command, "--config", str(config))
+        assert "no such folder" in cli.refused(command, "--config", str(config))
     assert not (tmp_path / "kv").exists()
 
 
 # --- stats ---
 
 
-def test_stats_of_a_deployment(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_of_a_deployment(config: Path, cli: Cli) -> None:
     report(config)
-    out = printed(capsys, "stats", str(config))
+    out = cli.printed("stats", str(config))
     assert f"{root_of(config)}: " in out and "of 64.0 MiB" in out
     assert f"index: embedded, {CHUNKS} chunks in 1 segment set\n" in out
     assert "engines: 1\n" in out and "hit ratio 75.0 %" in out
@@ -152,62 +147,60 @@ def report(config: Path) -> None:
 # --- lookup ---
 
 
-def test_lookup_says_how_much_and_where(config: Path, tokens: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, "lookup", str(config), "--tokens", tokens)
+def test_lookup_says_how_much_and_where(config: Path, tokens: str, cli: Cli) -> None:
+    out = cli.printed("lookup", str(config), "--tokens", tokens)
     head, titles, row = out.splitlines()
     assert head.startswith(f"{namespace_of(config)[:12]}: {64 * CHUNKS} of {64 * CHUNKS + 3} tokens, 5 of 5 chunks")
     assert titles.split()[0] == "set" and row.split()[1:3] == ["0", "5"] and ".kvseg" in row
-    answer = printed_json(capsys, "lookup", str(root_of(config)), "--tokens", tokens)  # the folder alone will do
+    answer = cli.json("lookup", str(root_of(config)), "--tokens", tokens)  # the folder alone will do
     assert answer["hits"][0]["hit_tokens"] == 64 * CHUNKS
     names = [place["files"] for place in answer["hits"][0]["sets"]]
     assert all((root_of(config) / "v2" / namespace_of(config) / name).is_file() for files in names for name in files)
 
 
-def test_lookup_of_what_is_not_stored_is_status_1(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lookup_of_what_is_not_stored_is_status_1(config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(" ".join(map(str, range(7, 200)))))
-    assert "nothing is stored of these 193 tokens" in printed(capsys, "lookup", str(config), "--tokens", "-", status=1)
+    assert "nothing is stored of these 193 tokens" in cli.printed("lookup", str(config), "--tokens", "-", status=1)
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(TOKENS)))
     salted = ["lookup", str(config), "--tokens", "-", "--salt", "someone"]
-    assert printed_json(capsys, *salted, status=1)["hits"][0]["hit_tokens"] == 0
+    assert cli.json(*salted, status=1)["hits"][0]["hit_tokens"] == 0
 
 
-def test_lookup_that_cannot_be_done(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lookup_that_cannot_be_done(config: Path, tmp_path: Path, cli: Cli) -> None:
     bad = tmp_path / "bad"
     bad.write_text('["a"]')
-    assert "which prompt?" in refused(capsys, "lookup", str(config))
-    assert f"{bad}: no token ids" in refused(capsys, "lookup", str(config), "--tokens", str(bad))
-    assert "send token ids" in refused(capsys, "lookup", str(config), "--prompt", "a text")
+    assert "which prompt?" in cli.refused("lookup", str(config))
+    assert f"{bad}: no token ids" in cli.refused("lookup", str(config), "--tokens", str(bad))
+    assert "send token ids" in cli.refused("lookup", str(config), "--prompt", "a text")
     for namespace in ("ffff", ""):
-        text = refused(capsys, "lookup", str(config), "--tokens", str(bad), "--namespace", namespace)
+        text = cli.refused("lookup", str(config), "--tokens", str(bad), "--namespace", namespace)
         assert ("--namespace ffff: there is no such" if namespace else "--namespace is empty") in text
 
 
 # --- evict, pin, quota ---
 
 
-def sets_left(config: Path, capsys: pytest.CaptureFixture[str]) -> int:
-    return int(printed_json(capsys, "stats", str(config))["index"]["sets"])
+def sets_left(config: Path, cli: Cli) -> int:
+    return int(cli.json("stats", str(config))["index"]["sets"])
 
 
-def test_evict_says_first_and_then_does(config: Path, tokens: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evict_says_first_and_then_does(config: Path, tokens: str, cli: Cli) -> None:
     by_prefix = ["--tokens", tokens, "--namespace", namespace_of(config)[:6]]
     for which in (["--bytes", "1KiB"], ["--unused", "0.001s"], ["--tenant", ""], ["--all"], by_prefix):
-        would = printed_json(capsys, "evict", str(config), *which, "--dry-run")
+        would = cli.json("evict", str(config), *which, "--dry-run")
         assert (would["n_sets"], would["dry_run"]) == (1, True), which
     for which in (["--unused", "1w"], ["--tenant", "search"], ["--all", "--namespace", namespace_of(config)]):
-        assert printed_json(capsys, "evict", str(config), *which, "--dry-run")["n_sets"] == ("--all" in which)
-    assert sets_left(config, capsys) == 1
-    assert "1 segment set evicted" in printed(capsys, "evict", str(config), "--all", "--yes")
-    assert sets_left(config, capsys) == 0 and not list(root_of(config).glob("v2/*/*.kvseg"))
-    assert "0 segment sets evicted" in printed(capsys, "evict", str(config), "--all")
+        assert cli.json("evict", str(config), *which, "--dry-run")["n_sets"] == ("--all" in which)
+    assert sets_left(config, cli) == 1
+    assert "1 segment set evicted" in cli.printed("evict", str(config), "--all", "--yes")
+    assert sets_left(config, cli) == 0 and not list(root_of(config).glob("v2/*/*.kvseg"))
+    assert "0 segment sets evicted" in cli.printed("evict", str(config), "--all")
 
 
 def test_evict_asks_on_a_terminal_and_does_nothing_without_one(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    assert "say --yes" in refused(capsys, "evict", str(config), "--all")
+    assert "say --yes" in cli.refused("evict", str(config), "--all")
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -215,108 +208,95 @@ def test_evict_asks_on_a_terminal_and_does_nothing_without_one(
 
     for answer, left in (("\n", 1), ("no\n", 1), ("y\n", 0)):
         monkeypatch.setattr(sys, "stdin", Terminal(answer))
-        assert main(["evict", str(config), "--all"]) == (2 if left else 0)
-        said = capsys.readouterr().err
+        said = cli.errors("evict", str(config), "--all", status=2 if left else 0)
         assert "Evict them? [y/N]" in said and ("nothing was evicted" in said) == bool(left)
-        assert sets_left(config, capsys) == left
+        assert sets_left(config, cli) == left
 
 
-def test_evict_that_is_ended_before_says_so(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evict_that_is_ended_before_says_so(config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setattr(Evictor, "_remove", lambda *_: EvictionResult((), 0))  # another one took over at once
-    capsys.readouterr()
-    assert main(["evict", str(config), "--all", "--yes", "--json"]) == 2
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["is_complete"] is False and "ask again for the rest" in captured.err
+    out, said = cli.run("evict", str(config), "--all", "--yes", "--json", status=2)
+    assert json.loads(out)["is_complete"] is False and "ask again for the rest" in said
 
 
-def test_evict_of_nothing_in_particular_is_refused(
-    config: Path, tokens: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "which sets?" in refused(capsys, "evict", str(config), "--yes")
-    assert "add --namespace" in refused(capsys, "evict", str(config), "--tokens", tokens, "--yes")
+def test_evict_of_nothing_in_particular_is_refused(config: Path, tokens: str, cli: Cli) -> None:
+    assert "which sets?" in cli.refused("evict", str(config), "--yes")
+    assert "add --namespace" in cli.refused("evict", str(config), "--tokens", tokens, "--yes")
     for command in (["evict", "--all", "--yes"], ["pin"], ["pin", "--namespace", namespace_of(config)]):
-        said = refused(capsys, command[0], str(config), *command[1:], "--salt", "x")
+        said = cli.refused(command[0], str(config), *command[1:], "--salt", "x")
         assert "--salt belongs to a prompt" in said
-    assert "goes with --all only" in refused(capsys, "evict", str(config), "--bytes", "1", "--include-pinned")
+    assert "goes with --all only" in cli.refused("evict", str(config), "--bytes", "1", "--include-pinned")
 
 
-def test_what_is_pinned_stays_until_it_is_unpinned(
-    config: Path, tokens: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_pinned_stays_until_it_is_unpinned(config: Path, tokens: str, cli: Cli) -> None:
     namespace = namespace_of(config)
-    row = printed_json(
-        capsys, "pin", str(config), "--namespace", namespace, "--tokens", tokens, "--label", "a demo", "--for", "2h"
-    )
+    row = cli.json("pin", str(config), "--namespace", namespace, "--tokens", tokens, "--label", "a demo", "--for", "2h")
     assert (row["keys"], row["sets"], row["label"]) == (CHUNKS, 1, "a demo")
     assert 7100 < row["expires_s"] - row["created_s"] <= 7200
-    whole = printed(capsys, "pin", str(config), "--namespace", namespace[:8])
+    whole = cli.printed("pin", str(config), "--namespace", namespace[:8])
     assert "the whole namespace, 1 segment set," in whole
-    listed = printed(capsys, "pin", str(config))
+    listed = cli.printed("pin", str(config))
     assert "a demo" in listed and "2 pins, protecting " in listed and "unpinned" in listed
-    answer = printed_json(capsys, "evict", str(config), "--all", "--yes")
+    answer = cli.json("evict", str(config), "--all", "--yes")
     assert answer["n_sets"] == 0 and [kept["why"] for kept in answer["kept"]] == ["pinned"]
-    assert "pinned (kvtier pin lists" in printed(capsys, "evict", str(config), "--all", "--yes")
-    assert printed_json(capsys, "evict", str(config), "--all", "--include-pinned", "--dry-run")["n_sets"] == 1
-    assert "2 pins begin with" in refused(capsys, "unpin", "", str(config))
-    for pin in printed_json(capsys, "pin", str(config))["pins"]:
-        assert "is removed" in printed(capsys, "unpin", pin["id"][:8], str(config))
-    assert "there is no pin ffffff" in refused(capsys, "unpin", "ffffff", str(config))
-    assert printed_json(capsys, "evict", str(config), "--all", "--yes")["n_sets"] == 1
+    assert "pinned (kvtier pin lists" in cli.printed("evict", str(config), "--all", "--yes")
+    assert cli.json("evict", str(config), "--all", "--include-pinned", "--dry-run")["n_sets"] == 1
+    assert "2 pins begin with" in cli.refused("unpin", "", str(config))
+    for pin in cli.json("pin", str(config))["pins"]:
+        assert "is removed" in cli.printed("unpin", pin["id"][:8], str(config))
+    assert "there is no pin ffffff" in cli.refused("unpin", "ffffff", str(config))
+    assert cli.json("evict", str(config), "--all", "--yes")["n_sets"] == 1
 
 
 @pytest.mark.parametrize("label", ["x" * 201, "\udcff", "a\nb"])
-def test_a_label_that_cannot_be_shown_pins_nothing(
-    config: Path, label: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_label_that_cannot_be_shown_pins_nothing(config: Path, label: str, cli: Cli) -> None:
     pin = ("pin", str(config), "--namespace", namespace_of(config), "--label", label)
-    assert "printable characters" in refused(capsys, *pin)
-    assert printed_json(capsys, "pin", str(config))["pins"] == []
+    assert "printable characters" in cli.refused(*pin)
+    assert cli.json("pin", str(config))["pins"] == []
 
 
 @pytest.mark.parametrize("more", [("--label", "a demo"), ("--for", "2h")])
-def test_a_pin_of_nothing_is_refused(config: Path, more: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "add --namespace" in refused(capsys, "pin", str(config), *more)
+def test_a_pin_of_nothing_is_refused(config: Path, more: tuple[str, str], cli: Cli) -> None:
+    assert "add --namespace" in cli.refused("pin", str(config), *more)
 
 
-def test_quotas_are_set_lifted_and_reset(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quotas_are_set_lifted_and_reset(config: Path, cli: Cli) -> None:
     def tenant() -> tuple[Any, Any]:
-        (row,) = [row for row in printed_json(capsys, "quota", str(config))["quotas"] if row["kind"] == "tenant"]
+        (row,) = [row for row in cli.json("quota", str(config))["quotas"] if row["kind"] == "tenant"]
         return row["quota_bytes"], row["is_run_time"]
 
     assert tenant() == (16 << 20, False)
-    out = printed(capsys, "quota", str(config), "--tenant", "search", "--set", "1GiB")
+    out = cli.printed("quota", str(config), "--tenant", "search", "--set", "1GiB")
     assert "1.0 GiB" in out and "kvtier quota" in out and "no tenant" not in out
     assert tenant() == (1 << 30, True)
     unknown = ("quota", str(config), "--tenant", "serch")
-    assert "no tenant is called serch" in printed(capsys, *unknown, "--set", "1GiB")
-    assert "no tenant" not in printed(capsys, *unknown, "--reset")
-    assert "unlimited" in printed(capsys, "quota", str(config), "--tenant", "search", "--unlimited")
+    assert "no tenant is called serch" in cli.printed(*unknown, "--set", "1GiB")
+    assert "no tenant" not in cli.printed(*unknown, "--reset")
+    assert "unlimited" in cli.printed("quota", str(config), "--tenant", "search", "--unlimited")
     assert tenant() == (None, True)
-    printed(capsys, "quota", str(config), "--tenant", "search", "--reset")
+    cli.printed("quota", str(config), "--tenant", "search", "--reset")
     assert tenant() == (16 << 20, False)
-    assert "nothing was reset" in refused(capsys, "quota", str(config), "--tenant", "search", "--reset")
-    printed(capsys, "quota", str(config), "--namespace", namespace_of(config)[:10], "--set", "2MiB")
-    (row,) = [row for row in printed_json(capsys, "quota", str(config))["quotas"] if row["kind"] == "namespace"]
+    assert "nothing was reset" in cli.refused("quota", str(config), "--tenant", "search", "--reset")
+    cli.printed("quota", str(config), "--namespace", namespace_of(config)[:10], "--set", "2MiB")
+    (row,) = [row for row in cli.json("quota", str(config))["quotas"] if row["kind"] == "namespace"]
     assert (row["of"], row["quota_bytes"]) == (namespace_of(config), 2 << 20)
     for which in (["--tenant", "search"], ["--namespace", namespace_of(config)]):
-        assert "no room for one segment set (1MiB" in refused(capsys, "quota", str(config), *which, "--set", "1023KiB")
+        assert "no room for one segment set (1MiB" in cli.refused("quota", str(config), *which, "--set", "1023KiB")
     config.write_text(config.read_text().replace("segment_bytes: 1MiB\n", ""))  # then a sixteenth of the capacity
-    printed(capsys, "quota", str(config), "--tenant", "search", "--set", "4MiB")
-    printed(capsys, "quota", str(config), "--tenant", "search", "--set", "0")
-    assert "add --tenant LABEL" in refused(capsys, "quota", str(config), "--set", "1GiB")
-    assert "add --set SIZE" in refused(capsys, "quota", str(config), "--tenant", "search")
+    cli.printed("quota", str(config), "--tenant", "search", "--set", "4MiB")
+    cli.printed("quota", str(config), "--tenant", "search", "--set", "0")
+    assert "add --tenant LABEL" in cli.refused("quota", str(config), "--set", "1GiB")
+    assert "add --set SIZE" in cli.refused("quota", str(config), "--tenant", "search")
     for label in ("a/b", "\u00e9" * 17, " a", "\udcff"):  # the last is what a shell makes of a byte that is no UTF-8
-        assert "1 to 32 bytes" in refused(capsys, "quota", str(config), "--tenant", label, "--set", "1GiB")
-    printed(capsys, "quota", str(config), "--tenant", "\u00e9" * 16, "--set", "1GiB")
+        assert "1 to 32 bytes" in cli.refused("quota", str(config), "--tenant", label, "--set", "1GiB")
+    cli.printed("quota", str(config), "--tenant", "\u00e9" * 16, "--set", "1GiB")
 
 
 # --- bench, verify ---
 
 
-def test_bench_measures_beside_ceilings(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = printed_json(capsys, "bench", str(config), "--size", "16MiB")
+def test_bench_measures_beside_ceilings(config: Path, cli: Cli) -> None:
+    found = cli.json("bench", str(config), "--size", "16MiB")
     by_name = {figure["what"]: figure for figure in found["figures"]}
     assert set(by_name) == {"writing records", "reading and checking records", f"lookup of {CHUNKS} chunks"}
     for figure in by_name.values():
@@ -324,12 +304,10 @@ def test_bench_measures_beside_ceilings(config: Path, capsys: pytest.CaptureFixt
         over = figure["value"] / figure["ceiling"] if is_rate else figure["ceiling"] / figure["value"]
         assert figure["share"] == pytest.approx(over) and figure["value"] > 0
     assert not list(root_of(config).rglob(".calibrate-*"))
-    assert "the ceiling is" in printed(capsys, "bench", str(root_of(config)), "--size", "16MiB")
+    assert "the ceiling is" in cli.printed("bench", str(root_of(config)), "--size", "16MiB")
 
 
-def test_bench_counts_fdatasync_where_engines_call_it(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_counts_fdatasync_where_engines_call_it(config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     """On a file system whose client writes behind it reported the rate of the client's memory."""
     real, flushed = os.fdatasync, []
 
@@ -339,11 +317,11 @@ def test_bench_counts_fdatasync_where_engines_call_it(
         real(fd)
 
     monkeypatch.setattr(os, "fdatasync", flush)
-    found = printed_json(capsys, "bench", str(config), "--size", "16MiB")
+    found = cli.json("bench", str(config), "--size", "16MiB")
     assert not flushed and "writes count no fdatasync" in found["notes"][0]
     gluster = FileSystem("fuse.glusterfs", True, "/")
     monkeypatch.setattr(bench, "file_system_of", lambda _: gluster)
-    found = printed_json(capsys, "bench", str(config), "--size", "16MiB")
+    found = cli.json("bench", str(config), "--size", "16MiB")
     plain = next(figure for figure in found["figures"] if figure["what"] == "writing records")["ceiling"]
     assert len(flushed) == bench_storage.ROUNDS and plain < (16 << 20) / 0.2
     assert "writes count the fdatasync that engines call" in found["notes"][0]
@@ -358,16 +336,14 @@ def test_the_ring_flushes_what_bench_wrote(tmp_path: Path, monkeypatch: pytest.M
     assert ops.count(FlushOp) == bench_storage.ROUNDS + 1
 
 
-def test_bench_of_a_full_disk_is_said(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_of_a_full_disk_is_said(config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setattr(bench.bench_storage, "RECORD_BYTES", 1 << 60)
-    assert "no room for" in refused(capsys, "bench", str(config))
+    assert "no room for" in cli.refused("bench", str(config))
 
 
-def test_verify_takes_settings_too(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_takes_settings_too(config: Path, cli: Cli) -> None:
     for place in ([str(root_of(config))], [str(config)], ["--config", str(config)]):
-        assert printed_json(capsys, "verify", *place)["records"] == CHUNKS
+        assert cli.json("verify", *place)["records"] == CHUNKS
 
 
 # --- arguments, progress, processes ---
@@ -390,8 +366,8 @@ def test_verify_takes_settings_too(config: Path, capsys: pytest.CaptureFixture[s
         ["stats", "--config", ""],
     ],
 )
-def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2 and "Usage: kvtier" in capsys.readouterr().err
+def test_wrong_usage_is_status_2(arguments: list[str], cli: Cli) -> None:
+    assert "Usage: kvtier" in cli.errors(*arguments, status=2)
 
 
 def test_a_bar_is_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,18 +408,10 @@ def test_a_terminal_folds_cells_and_nothing_is_cut(
     assert out.count("long") == 12 and "[bold]" in out and max(map(len, out.splitlines())) <= int(columns)
 
 
-def test_looking_does_not_wait_for_torch() -> None:
-    """It takes seconds to import."""
-    code = "import sys, kvtier.cli; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
-
-
-def test_a_prompt_that_cannot_be_read_is_named(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prompt_that_cannot_be_read_is_named(config: Path, tmp_path: Path, cli: Cli) -> None:
     missing, binary = tmp_path / "missing.json", tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\xff")
-    assert f"{missing}: no prompt can be read there: No such file" in refused(
-        capsys, "lookup", str(config), "--tokens", str(missing)
+    assert f"{missing}: no prompt can be read there: No such file" in cli.refused(
+        "lookup", str(config), "--tokens", str(missing)
     )
-    assert f"{binary}: no prompt can be read there" in refused(capsys, "lookup", str(config), "--tokens", str(binary))
+    assert f"{binary}: no prompt can be read there" in cli.refused("lookup", str(config), "--tokens", str(binary))

@@ -7,14 +7,13 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvtier.cli import evict as command
-from kvtier.cli import main
 from kvtier.config.settings import CONFIG_VARIABLE
 from kvtier.runtime.units import size
+from tests.cli.asking import Cli
 from tests.eviction.test_capacity import small_disk
 from tests.support.rig import Engine
 
@@ -25,6 +24,7 @@ CHUNKS = 5
 def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """An engine with chunks in an open set, whose root and settings are those of `kvtier.yaml` beside it."""
     monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
+    monkeypatch.setattr(command, "SHOW_TIMEOUT_S", 0.0)
     tenants = "[{name: search, cache_salts: ['search-*']}]"
     text = f"root: {tmp_path / 'kv'}\ncapacity_bytes: 64MiB\nsegment_bytes: 4MiB\ncapacity: {{tenants: {tenants}}}\n"
     (tmp_path / "kvtier.yaml").write_text(text)
@@ -34,35 +34,29 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     engine.close()
 
 
-def evict(engine: Engine, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any, str]:
-    """Exit status, answer, and what stands on standard error."""
-    capsys.readouterr()
-    status = main(["evict", str(engine.root.parent / "kvtier.yaml"), "--json", *arguments])
-    captured = capsys.readouterr()
-    assert captured.out, captured.err
-    return status, json.loads(captured.out), captured.err
+def evict(engine: Engine, cli: Cli, *arguments: str, status: int = 0) -> tuple[str, str]:
+    return cli.run("evict", str(engine.root.parent / "kvtier.yaml"), *arguments, status=status)
 
 
 @pytest.mark.parametrize("how", ["--dry-run", "--yes"])
-def test_what_an_engine_fills_stays_and_is_named(live: Engine, how: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, answer, said = evict(live, capsys, "--all", how)
+def test_what_an_engine_fills_stays_and_is_named(live: Engine, how: str, cli: Cli) -> None:
+    out, said = evict(live, cli, "--all", how, "--json", status=2)
+    answer = json.loads(out)
     (kept,) = answer["kept"]
-    assert status == 2 and answer["n_sets"] == 0 and answer["dry_run"] == (how == "--dry-run")
+    assert answer["n_sets"] == 0 and answer["dry_run"] == (how == "--dry-run")
     assert kept["why"] == "open" and kept["n_sets"] >= 1 and kept["n_bytes"] > 0
     assert kept["owners"] == [live.store._keeper._plan.owner]
     assert len(said.splitlines()) == 1 and "not all of it" in said and kept["owners"][0] in said
-    assert main(["evict", str(live.root.parent / "kvtier.yaml"), "--all", how]) == 2
-    captured = capsys.readouterr()
-    assert captured.out.startswith("0 segment sets ") and "open, for a running engine" in captured.err
+    out, said = evict(live, cli, "--all", how, status=2)
+    assert out.startswith("0 segment sets ") and "open, for a running engine" in said
     assert live.load(list(range(64 * CHUNKS)), list(range(40, 40 + 4 * CHUNKS)))[0] == CHUNKS
 
 
 @pytest.mark.parametrize("is_held", [False, True])
 def test_space_is_called_free_when_it_is(
-    is_held: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    is_held: bool, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
-    monkeypatch.setattr(command, "SHOW_TIMEOUT_S", 1.0)
     config = tmp_path / "kvtier.yaml"
     with small_disk(64) as disk, ExitStack() as stack:
         index = f"index: {{path: {tmp_path / 'index'}}}\n"
@@ -74,27 +68,26 @@ def test_space_is_called_free_when_it_is(
         n_bytes = path.stat().st_blocks * 512
         if is_held:
             stack.enter_context(path.open("rb"))
-        assert main(["evict", str(config), "--all", "--yes"]) == 0
-        said = capsys.readouterr().out
+            monkeypatch.setattr(command, "SHOW_TIMEOUT_S", 0.1)
+        said = cli.printed("evict", str(config), "--all", "--yes")
         if is_held:
             assert f"of {size(n_bytes)} became free" in said and f"(pid {os.getpid()})" in said, said
         else:
             assert f"{size(n_bytes)} became free on the disk" in said, said
 
 
-def test_enough_is_enough(live: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_enough_is_enough(live: Engine, cli: Cli) -> None:
     """Open sets that no eviction needs are no reason to say that something is missing."""
     live.close()
     other = Engine(live.root, weights="other")
     try:
-        status, answer, _ = evict(live, capsys, "--bytes", "1KiB", "--yes")
-        assert (status, answer["n_sets"], answer["kept"]) == (0, 1, [])
+        answer = json.loads(evict(live, cli, "--bytes", "1KiB", "--yes", "--json")[0])
+        assert (answer["n_sets"], answer["kept"]) == (1, [])
     finally:
         other.close()
 
 
 @pytest.mark.parametrize("given", ["7", "7.5", "0d", "d", "7 days", "-7d"])
 @pytest.mark.parametrize("command", [("evict", "--unused"), ("pin", "--for")])
-def test_a_time_needs_its_unit(given: str, command: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command[0], "kvtier.yaml", f"{command[1]}={given}"]) == 2
-    assert '"12h", "7d"' in capsys.readouterr().err
+def test_a_time_needs_its_unit(given: str, command: tuple[str, str], cli: Cli) -> None:
+    assert '"12h", "7d"' in cli.errors(command[0], "kvtier.yaml", f"{command[1]}={given}", status=2)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from kvtier.cli import main
 from kvtier.config.index import IndexSettings
 from kvtier.config.settings import Settings
 from kvtier.doctor import report
+from kvtier.doctor.host import Host, ProbeFailed
 from kvtier.doctor.report import examine
 from kvtier.index.base import Index, Location, NewRecord, RemoteState
 from kvtier.index.lmdb.index import LmdbIndex
@@ -21,7 +21,7 @@ from kvtier.index.open import open_index
 from kvtier.index.redis.index import RedisIndex
 from kvtier.maintenance import consistency_check
 from kvtier.storage.root import open_root
-from tests.cli.asking import CHUNKS, printed, printed_json
+from tests.cli.asking import CHUNKS, Cli
 from tests.redis_server import GENEROUS_MS, has_redis, index_settings, standalone
 from tests.support.rig import Engine
 
@@ -61,37 +61,41 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         yield Place(tmp_path, index_settings(server.url))
 
 
-def check(place: Place, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
-    capsys.readouterr()
-    status = main(["index", "check", *place.words, "--json"])
-    return status, json.loads(capsys.readouterr().out)
+@pytest.fixture
+def only_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`doctor` looks at Redis, and starts no process for anything else."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise ProbeFailed("not asked here")
+
+    monkeypatch.setattr(Host, "probe", fail)
 
 
-def test_what_an_engine_left_agrees(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = check(place, capsys)
-    assert status == 0
+def check(place: Place, cli: Cli, status: int = 0) -> Any:
+    return cli.json("index", "check", *place.words, status=status)
+
+
+def test_what_an_engine_left_agrees(place: Place, cli: Cli) -> None:
+    found = check(place, cli)
     assert [found[name] for name in ("chunks", "records", "indexed", "n_disagreements")] == [CHUNKS, CHUNKS, CHUNKS, 0]
-    assert "0 disagreements" in printed(capsys, "index", "check", *place.words)
+    assert "0 disagreements" in cli.printed("index", "check", *place.words)
 
 
-def test_a_lost_entry_is_found_and_a_rebuild_brings_it_back(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_entry_is_found_and_a_rebuild_brings_it_back(place: Place, cli: Cli) -> None:
     index = place.open()
     (info,) = index.sets()
     key, location = index.members(info.set_id)[2]
     assert index.retract(key, location)
     index.close()
-    status, found = check(place, capsys)
-    assert (status, found["n_disagreements"], found["unnamed"]) == (0, 0, 1)
+    found = check(place, cli)
+    assert (found["n_disagreements"], found["unnamed"]) == (0, 1)
     assert [row["slot"] for row in found["unnamed_places"]] == [location.slot]
-    assert "only takes room" in printed(capsys, "index", "check", *place.words)
-    assert printed_json(capsys, "index", "rebuild", *place.words)["records"] == 1
-    status, found = check(place, capsys)
-    assert (status, found["unnamed"]) == (0, 0)
+    assert "only takes room" in cli.printed("index", "check", *place.words)
+    assert cli.json("index", "rebuild", *place.words)["records"] == 1
+    assert check(place, cli)["unnamed"] == 0
 
 
-def test_an_entry_without_a_record_is_found_and_a_rebuild_takes_it_out(
-    place: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_entry_without_a_record_is_found_and_a_rebuild_takes_it_out(place: Place, cli: Cli) -> None:
     index = place.open()
     (info,) = index.sets()
     key, at = index.members(info.set_id)[0]
@@ -99,46 +103,40 @@ def test_an_entry_without_a_record_is_found_and_a_rebuild_takes_it_out(
     wrong = NewRecord(bytes(16), Location(at.set_id, at.rank, 40, at.slab_bytes, at.extent, at.checksums), whole)
     assert index.publish([wrong], into_unowned=True) == 1
     index.close()
-    status, found = check(place, capsys)
-    assert (status, found["n_disagreements"]) == (1, 1)
+    found = check(place, cli, 1)
+    assert found["n_disagreements"] == 1
     assert "there is none" in found["disagreements"][0]["what"] and found["disagreements"][0]["slot"] == 40
-    assert main(["index", "rebuild", *place.words]) == 0
-    assert "1 record gone from their files, 0 bad records" in capsys.readouterr().out
-    assert check(place, capsys)[0] == 0
-    again = printed_json(capsys, "index", "rebuild", *place.words)
+    assert "1 record gone from their files, 0 bad records" in cli.printed("index", "rebuild", *place.words)
+    check(place, cli)
+    again = cli.json("index", "rebuild", *place.words)
     assert (again["gone_records"], again["bad_records"]) == (0, 0)
 
 
-def test_a_set_without_files_and_files_without_a_set_are_found(
-    place: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_set_without_files_and_files_without_a_set_are_found(place: Place, cli: Cli) -> None:
     for segment in place.root.glob("v2/*/*.kvseg"):
         segment.rename(segment.with_name(f"{2:016x}-0000-00.kvseg"))
-    status, found = check(place, capsys)
-    assert status == 1
+    found = check(place, cli, 1)
     said = [row["what"] for row in found["disagreements"]]
     assert said.count("the index names a record there, and there is none") == CHUNKS
     assert len(said) == CHUNKS + 1 and "renamed or copied" in said[0], "nor is the segment what its name says"
-    assert main(["index", "rebuild", *place.words]) in (0, 1)
-    assert "1 set without files" in capsys.readouterr().out
+    assert "1 set without files" in cli.printed("index", "rebuild", *place.words, status=None)
 
 
-def test_an_index_that_is_lost_is_made_from_the_segments(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_index_that_is_lost_is_made_from_the_segments(place: Place, cli: Cli) -> None:
     index = place.open()
     index.clear()
     index.close()
-    status, found = check(place, capsys)
-    assert (status, found["records"], found["chunks"]) == (1, CHUNKS, 0)
+    found = check(place, cli, 1)
+    assert (found["records"], found["chunks"]) == (CHUNKS, 0)
     assert {row["what"] for row in found["disagreements"]} == {"no segment set of the index"}
-    assert main(["index", "rebuild", *place.words]) == 0
-    capsys.readouterr()
-    status, found = check(place, capsys)
-    assert (status, found["indexed"], found["chunks"]) == (0, CHUNKS, CHUNKS)
+    cli.run("index", "rebuild", *place.words)
+    found = check(place, cli)
+    assert (found["indexed"], found["chunks"]) == (CHUNKS, CHUNKS)
 
 
 @has_redis
 def test_a_record_that_a_publisher_left_without_a_set_is_taken_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(consistency_check, "SETTLE_S", 0.01)
     with standalone(tmp_path / "redis") as server:
@@ -151,29 +149,24 @@ def test_a_record_that_a_publisher_left_without_a_set_is_taken_out(
         from kvtier.index.redis.entries import adding
 
         index._entries.change([(lost.key, adding(lost.location, lost.whole))], are_new=True)
-        status, found = check(place, capsys)
-        assert status == 1 and "does not list it" in found["disagreements"][0]["what"]
-        assert main(["index", "rebuild", *place.words]) == 0
-        assert "1 record without a set" in capsys.readouterr().out
-        assert check(place, capsys)[0] == 0
+        assert "does not list it" in check(place, cli, 1)["disagreements"][0]["what"]
+        assert "1 record without a set" in cli.printed("index", "rebuild", *place.words)
+        check(place, cli)
         index.close()
 
 
 @has_redis
-def test_a_root_with_an_index_in_redis_asks_for_the_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_root_with_an_index_in_redis_asks_for_the_settings(tmp_path: Path, cli: Cli) -> None:
     with standalone(tmp_path / "redis") as server:
         place = Place(tmp_path, index_settings(server.url))
-        assert main(["index", "rebuild", str(place.root)]) == 2
-        assert "--config FILE" in capsys.readouterr().err
+        assert "--config FILE" in cli.errors("index", "rebuild", str(place.root), status=2)
         server.kill()
-        assert main(["index", "check", *place.words]) == 2
-        assert "Redis" in capsys.readouterr().err
+        assert "Redis" in cli.errors("index", "check", *place.words, status=2)
         server.start()
 
 
 @has_redis
+@pytest.mark.usefixtures("only_redis")
 def test_doctor_looks_at_the_redis_of_a_settings_file(tmp_path: Path) -> None:
     config = tmp_path / "kvtier.yaml"
 
@@ -195,6 +188,7 @@ def test_doctor_looks_at_the_redis_of_a_settings_file(tmp_path: Path) -> None:
     assert level == "warn" and "does not answer" in said
 
 
+@pytest.mark.usefixtures("only_redis")
 @pytest.mark.parametrize(("does_answer", "level"), [(True, "ok"), (False, "warn")])
 def test_doctor_goes_by_whether_redis_answered_and_not_by_its_words(
     does_answer: bool, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -208,32 +202,30 @@ def test_doctor_goes_by_whether_redis_answered_and_not_by_its_words(
 
 
 @has_redis
-def test_check_says_what_redis_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_what_redis_says(tmp_path: Path, cli: Cli) -> None:
     with standalone(tmp_path / "redis", ["--requirepass", "hunter2"]) as server:
         config = tmp_path / "kvtier.yaml"
 
-        def run(**index: str) -> tuple[int, str]:
+        def said(status: int, **index: str) -> str:
             text = {"root": str(tmp_path / "kv"), "index": {"kind": "redis", **index, **PATIENT}}
             config.write_text(yaml.safe_dump(text))
-            status = main(["check", str(config)])
-            captured = capsys.readouterr()
-            assert "hunter2" not in captured.out + captured.err and "wrong-one" not in captured.out + captured.err
-            return status, captured.out + captured.err
+            out = "".join(cli.run("check", str(config), status=status))
+            assert "hunter2" not in out and "wrong-one" not in out
+            return out
 
         address = f"127.0.0.1:{server.port}"
-        status, out = run(url=f"redis://:hunter2@{address}/0")
-        assert status == 0 and f"in Redis at redis://{address}/0" in out
+        assert f"in Redis at redis://{address}/0" in said(0, url=f"redis://:hunter2@{address}/0")
         assert server.cli("-a", "hunter2", "dbsize") == "0", "check writes nothing"
-        assert run(url=f"redis://{address}/0", password="hunter2")[0] == 0
-        status, out = run(url=f"redis://{address}/0", password="wrong-one")
-        assert status == 1 and "index.password" in out
+        said(0, url=f"redis://{address}/0", password="hunter2")
+        assert "index.password" in said(1, url=f"redis://{address}/0", password="wrong-one")
         server.kill()
-        status, out = run(url=f"redis://:hunter2@{address}/0")
-        assert status == 1 and "does not answer" in out and "an engine starts, and caches nothing until it does" in out
+        out = said(1, url=f"redis://:hunter2@{address}/0")
+        assert "does not answer" in out and "an engine starts, and caches nothing until it does" in out
 
 
 @has_redis
-def test_check_refuses_the_prefix_of_another_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("only_redis")
+def test_check_refuses_the_prefix_of_another_root(tmp_path: Path, cli: Cli) -> None:
     """An engine does not start with it; check called it right."""
     with standalone(tmp_path / "redis") as server:
         index = {"kind": "redis", "url": f"redis://127.0.0.1:{server.port}/0", **PATIENT}
@@ -243,21 +235,20 @@ def test_check_refuses_the_prefix_of_another_root(tmp_path: Path, capsys: pytest
             if root == "two":
                 Engine(tmp_path / "two", changes={"index": index | {"prefix": "other"}}).close()
             config.write_text(yaml.safe_dump({"root": str(tmp_path / root), "capacity_bytes": "4GiB", "index": index}))
-            assert main(["check", str(config)]) == status, root
-            said = capsys.readouterr().err
+            said = cli.errors("check", str(config), status=status)
             assert status == 0 or "index.prefix = 'kvtier': it has the index of root" in said
         (verdict,) = [found for found in examine(config) if found.what == "Redis"]
         assert verdict.level == "bad" and "prefix of its own" in verdict.fix
 
 
 @has_redis
+@pytest.mark.usefixtures("only_redis")
 @pytest.mark.parametrize("policy", ["noeviction", "allkeys-lru", "volatile-ttl"])
-def test_a_redis_that_evicts_is_warned_of(policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_redis_that_evicts_is_warned_of(policy: str, tmp_path: Path, cli: Cli) -> None:
     with standalone(tmp_path / "redis", ["--maxmemory", "100mb", "--maxmemory-policy", policy]) as server:
         config = tmp_path / "kvtier.yaml"
         index = {"kind": "redis", "url": f"redis://127.0.0.1:{server.port}/0", **PATIENT}
         config.write_text(yaml.safe_dump({"root": str(tmp_path / "kv"), "index": index}))
-        assert main(["check", str(config)]) == 0
-        is_said = "set maxmemory-policy to noeviction" in capsys.readouterr().out
+        is_said = "set maxmemory-policy to noeviction" in cli.printed("check", str(config))
         (verdict,) = [found for found in examine(config) if found.what == "Redis"]
         assert is_said == (verdict.level == "warn") == (policy != "noeviction")

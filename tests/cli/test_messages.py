@@ -6,41 +6,39 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli import doctor, main
-from tests.cli.asking import refused
+from kvtier.cli import doctor
+from tests.cli.asking import Cli
 
 
 @pytest.mark.parametrize("name", ["kvtier.yaml", "kvtier.yml", "kvtier.toml", "kvtier.JSON"])
 @pytest.mark.parametrize("command", ["doctor", "stats", "verify"])
 def test_a_settings_file_that_is_not_there_is_no_root(
-    command: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.setattr(doctor, "examine", lambda *_, **__: [])
     path = tmp_path / name
-    said = refused(capsys, command, str(path))
+    said = cli.refused(command, str(path))
     assert f"config = '{path}'" in said and "there is no such file" in said
     path.mkdir()
-    assert main([command, str(path)]) == (0 if command == "doctor" else 2)
-    assert "there is no such file" not in capsys.readouterr().err
+    assert "there is no such file" not in cli.errors(command, str(path), status=0 if command == "doctor" else 2)
 
 
-def test_a_root_that_cannot_be_is_named_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_root_that_cannot_be_is_named_itself(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "kvtier.yaml").write_text("root: /proc/kv\n")
-    assert main(["check", str(tmp_path / "kvtier.yaml")]) == 1
-    assert capsys.readouterr().err.startswith("kvtier: root = '/proc/kv': no files can be made there")
+    said = cli.errors("check", str(tmp_path / "kvtier.yaml"))
+    assert said.startswith("kvtier: root = '/proc/kv': no files can be made there")
 
 
-def test_a_redis_that_does_not_answer_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_redis_that_does_not_answer_is_said_once(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "kv/v2").mkdir(parents=True)
     config = tmp_path / "kvtier.yaml"
     config.write_text(f"root: {tmp_path}/kv\nindex: {{kind: redis, url: 'redis://127.0.0.1:1/0'}}\n")
     for command in ("stats", "verify", "pin"):
-        assert "Redis" in refused(capsys, command, "--config", str(config))
+        assert "Redis" in cli.refused(command, "--config", str(config))
 
 
-def test_check_prints_tenants_as_a_settings_file_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_tenants_as_a_settings_file_has_them(tmp_path: Path, cli: Cli) -> None:
     tenants = '[{"name": "search", "cache_salts": ["search-*"], "quota_bytes": 1073741824}]'
     config = tmp_path / "kvtier.yaml"
     config.write_text(f"root: {tmp_path / 'kv'}\ncapacity_bytes: 4GiB\ncapacity: {{tenants: {tenants}}}\n")
-    assert main(["check", str(config)]) == 0
-    assert f"capacity.tenants: {tenants}\n" in capsys.readouterr().out
+    assert f"capacity.tenants: {tenants}\n" in cli.printed("check", str(config))

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli import main
 from kvtier.codecs.measured_loss import MODELS
-from tests.cli.asking import printed, printed_json, refused
+from tests.cli.asking import Cli
 from tests.model_configs import GLM_MOE, LLAMA4, LLAMA_8B, LLAMA_70B, MLA, SMALL
 
 GPU = ("--gpu-memory", "141GB")
@@ -28,13 +27,13 @@ def model(tmp_path: Path) -> str:
     return folder_of(tmp_path / "8b", LLAMA_8B)
 
 
-def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    return printed_json(capsys, "plan", *GPU, *arguments)
+def planned(cli: Cli, *arguments: str) -> Any:
+    return cli.json("plan", *GPU, *arguments)
 
 
-def test_plan_for_people(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_for_people(model: str, cli: Cli) -> None:
     rates = ("--storage-rate", "2GB/s", "--pcie-rate", "55GB/s", "--prefill-rate", "40000@8192")
-    out = printed(capsys, "plan", "--model", model, *GPU, *rates, "--storage", "1TB", "--host-memory", "64GiB")
+    out = cli.printed("plan", "--model", model, *GPU, *rates, "--storage", "1TB", "--host-memory", "64GiB")
     assert "KV: 131,072 bytes a token, in bfloat16" in out and "context: 812,874 tokens in HBM" in out
     assert "by the parameters that config.json implies, all bfloat16" in out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith(("raw ", "k4v4 "))}
@@ -45,39 +44,39 @@ def test_plan_for_people(model: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "assumed: 4.0 GiB of each GPU" in out and "assumed: any load takes 0.02 s" in out
 
 
-def test_staging_for_people(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_staging_for_people(model: str, cli: Cli) -> None:
     """Three steps of 32 chunks and 32 for loads, each of a page and 32 MiB."""
-    out = printed(capsys, "plan", "--model", model, *GPU)
+    out = cli.printed("plan", "--model", model, *GPU)
     assert "13.1 GiB of each GPU, less 4.0 GiB for kvtier's staging (raw) and 512.0 MiB to spare: 8.6 GiB left" in out
     assert (
         "a step of the engine computes up to 8,192 tokens (--max-num-batched-tokens)" in out and "not with" not in out
     )
-    out = printed(capsys, "plan", "--model", model, *GPU, "--gpu-memory-utilization", "0.98")
+    out = cli.printed("plan", "--model", model, *GPU, "--gpu-memory-utilization", "0.98")
     assert "less 1.8 GiB for kvtier's staging (raw)" in out, "two thirds of what the engine leaves"
     wanted = ("--gpu-memory-utilization", "0.98", "--hbm-staging", "4GiB")
-    out = printed(capsys, "plan", "--model", model, *GPU, *wanted, status=1)
+    out = cli.printed("plan", "--model", model, *GPU, *wanted, status=1)
     assert "4.0 GiB for kvtier's staging (raw) and 512.0 MiB to spare: 1.8 GiB too little" in out
     assert "not with raw: hbm.staging_bytes: 127 slots for staging" in out
     assert "set gpu_memory_utilization lower by 0.02" in out
 
 
-def test_staging_for_programs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_staging_for_programs(model: str, cli: Cli) -> None:
     slot = (32 << 20) + 4096
-    staging = planned(capsys, "--model", model)["codecs"]["raw"]["staging"]
+    staging = planned(cli, "--model", model)["codecs"]["raw"]["staging"]
     assert staging == {"n_bytes": 128 * slot, "spare_bytes": 512 << 20, "fault": None}
-    values = planned(capsys, "--model", model, "--max-num-batched-tokens", "2000")
+    values = planned(cli, "--model", model, "--max-num-batched-tokens", "2000")
     assert values["codecs"]["raw"]["staging"]["n_bytes"] == (3 * 8 + 32) * slot
-    values = planned(capsys, "--model", model, "--hbm-staging", "1GiB")
+    values = planned(cli, "--model", model, "--hbm-staging", "1GiB")
     assert values["codecs"]["raw"]["staging"]["n_bytes"] == 31 * slot
     assert not any("max-num-batched" in text for text in values["assumptions"])
 
 
-def test_where_no_codec_fits_the_status_says_so(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "not with k4v4" in printed(capsys, "plan", "--model", model, *GPU, "--gpu-memory-utilization", "1", status=1)
-    out = printed(capsys, "plan", "--model", model, *GPU, "--hbm-staging", "200GiB", status=1)
+def test_where_no_codec_fits_the_status_says_so(model: str, cli: Cli) -> None:
+    assert "not with k4v4" in cli.printed("plan", "--model", model, *GPU, "--gpu-memory-utilization", "1", status=1)
+    out = cli.printed("plan", "--model", model, *GPU, "--hbm-staging", "200GiB", status=1)
     assert "set it to less (at least" in out and "lower by" not in out, "no share of a GPU is that large"
-    assert "at least 4 of them must fit" in printed(
-        capsys, "plan", "--model", model, *GPU, "--hbm-staging", "1MiB", status=1
+    assert "at least 4 of them must fit" in cli.printed(
+        "plan", "--model", model, *GPU, "--hbm-staging", "1MiB", status=1
     )
 
 
@@ -87,16 +86,14 @@ def test_where_no_codec_fits_the_status_says_so(model: str, capsys: pytest.Captu
         (("--chunk-tokens", "4096", "--hbm-staging", "4GiB"), "not with k4v4: chunk_tokens: with codec k4v4 it may be"),
     ],
 )
-def test_what_a_codec_refuses_is_named(
-    option: tuple[str, ...], setting: str, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_codec_refuses_is_named(option: tuple[str, ...], setting: str, model: str, cli: Cli) -> None:
     """By the setting's name: "it may be 2048 at most" did not say what."""
-    assert setting in printed(capsys, "plan", "--model", model, *GPU, *option)
+    assert setting in cli.printed("plan", "--model", model, *GPU, *option)
 
 
-def test_plan_for_programs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_for_programs(model: str, cli: Cli) -> None:
     rates = ("--storage-rate", "2GB/s", "--prefill-rate", "10000@99840")
-    values = planned(capsys, "--model", model, *rates, "--context", "100000")
+    values = planned(cli, "--model", model, *rates, "--context", "100000")
     assert values["geometry"]["token_bytes"] == 131_072 and values["hbm"]["tokens"] == 812_874
     assert values["context"] == 390 * 256 and values["refused"] == {}
     k4v4 = values["codecs"]["k4v4"]
@@ -109,29 +106,27 @@ def test_plan_for_programs(model: str, capsys: pytest.CaptureFixture[str]) -> No
     assert values["prefill_s"] == pytest.approx(n / 10_000)
 
 
-def test_without_rates_no_time_is_made_up(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, "plan", "--model", model, *GPU)
+def test_without_rates_no_time_is_made_up(model: str, cli: Cli) -> None:
+    out = cli.printed("plan", "--model", model, *GPU)
     assert "give --prefill-rate for its time" in out and "reload of" not in out
-    assert all(row["break_even_tokens"] is None for row in planned(capsys, "--model", model)["codecs"].values())
+    assert all(row["break_even_tokens"] is None for row in planned(cli, "--model", model)["codecs"].values())
 
 
-def test_break_even_is_earlier_with_fewer_bytes_and_in_whole_chunks(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    values = planned(capsys, "--model", model, "--storage-rate", "2GB/s", "--prefill-rate", "40000@8192")
+def test_break_even_is_earlier_with_fewer_bytes_and_in_whole_chunks(model: str, cli: Cli) -> None:
+    values = planned(cli, "--model", model, "--storage-rate", "2GB/s", "--prefill-rate", "40000@8192")
     tokens = [values["codecs"][name]["break_even_tokens"] for name in ("raw", "int8", "k6v5", "k4v4")]
     assert tokens == sorted(tokens, reverse=True) and tokens[0] > tokens[-1] and all(n % 256 == 0 for n in tokens)
 
 
-def test_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks(tmp_path: Path, cli: Cli) -> None:
     model = folder_of(tmp_path / "70b", LLAMA_70B)
-    values = planned(capsys, "--model", model, "--tensor-parallel", "4", "--pcie-rate", "55GB/s")
+    values = planned(cli, "--model", model, "--tensor-parallel", "4", "--pcie-rate", "55GB/s")
     assert values["geometry"]["token_bytes"] == 327_680 and values["hbm"]["token_bytes"] == 81_920
     assert values["codecs"]["raw"]["from_host_s"] == pytest.approx(0.02 + 131_072 * 81_920 / 55e9)
-    assert "raise --tensor-parallel" in refused(capsys, "plan", "--model", model, *GPU)  # 131 GiB of weights
+    assert "raise --tensor-parallel" in cli.refused("plan", "--model", model, *GPU)  # 131 GiB of weights
 
 
-def test_weights_are_those_of_the_files(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_are_those_of_the_files(model: str, cli: Cli) -> None:
     """Tensors for drafts (of layer 32 here) and a second copy under other names are not loaded."""
     header = json.dumps(
         {
@@ -142,29 +137,29 @@ def test_weights_are_those_of_the_files(model: str, capsys: pytest.CaptureFixtur
     ).encode()
     for name in ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors"):
         Path(model, name).write_bytes(struct.pack("<Q", len(header)) + header)
-    assert planned(capsys, "--model", model)["weights"] == {
+    assert planned(cli, "--model", model)["weights"] == {
         "n_bytes": 2000,
         "source": "by the headers of 2 safetensors files",
     }
     index = {"metadata": {"total_size": 777}, "weight_map": {"x": "model-1.safetensors", "y": "model-9.safetensors"}}
     Path(model, "model.safetensors.index.json").write_text(json.dumps(index))
-    assert planned(capsys, "--model", model)["weights"]["n_bytes"] == 777
+    assert planned(cli, "--model", model)["weights"]["n_bytes"] == 777
     index["weight_map"] = {"x": "model-1.safetensors", "y": "model-1.safetensors"}
     Path(model, "model.safetensors.index.json").write_text(json.dumps(index))
-    assert planned(capsys, "--model", model)["weights"]["n_bytes"] == 1000
+    assert planned(cli, "--model", model)["weights"]["n_bytes"] == 1000
     Path(model, "model-1.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
-    assert "is no safetensors file" in refused(capsys, "plan", "--model", model, *GPU)
+    assert "is no safetensors file" in cli.refused("plan", "--model", model, *GPU)
 
 
-def test_quantized_weights_without_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantized_weights_without_files(tmp_path: Path, cli: Cli) -> None:
     awq = LLAMA_8B | {"quantization_config": {"quant_method": "awq", "bits": 4}}
-    found = planned(capsys, "--model", folder_of(tmp_path, awq))["weights"]["n_bytes"]
+    found = planned(cli, "--model", folder_of(tmp_path, awq))["weights"]["n_bytes"]
     assert found == 2 * 2 * 128_256 * 4096 + 32 * 218_103_808 // 2
     other = LLAMA_8B | {"quantization_config": {"quant_method": "quark"}}
-    assert "quantization 'quark'" in refused(capsys, "plan", "--model", folder_of(tmp_path, other), *GPU)
+    assert "quantization 'quark'" in cli.refused("plan", "--model", folder_of(tmp_path, other), *GPU)
 
 
-def test_kv_that_a_checkpoint_asks_for(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kv_that_a_checkpoint_asks_for(model: str, cli: Cli) -> None:
     """Also in the file of its own that ModelOpt's first releases wrote, as vLLM reads it."""
     file = Path(model, "hf_quant_config.json")
     index = {"metadata": {"total_size": 9}, "weight_map": {}}
@@ -172,16 +167,16 @@ def test_kv_that_a_checkpoint_asks_for(model: str, capsys: pytest.CaptureFixture
     for algo, dtype in (("FP8", "fp8_e4m3"), (None, "bfloat16"), ("INT8", "bfloat16")):
         values = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": algo}}
         file.write_text(json.dumps(values))
-        assert planned(capsys, "--model", model)["geometry"]["dtype"] == dtype
+        assert planned(cli, "--model", model)["geometry"]["dtype"] == dtype
     file.write_text(json.dumps({"quantization": {"kv_cache_quant_algo": "NVFP4"}}))
-    said = refused(capsys, "plan", "--model", model, *GPU)
+    said = cli.refused("plan", "--model", model, *GPU)
     assert said.startswith("kvtier: --kv-dtype = 'auto': the checkpoint asks for KV in nvfp4")
-    assert planned(capsys, "--model", model, "--kv-dtype", "fp8")["geometry"]["dtype"] == "fp8_e4m3"
+    assert planned(cli, "--model", model, "--kv-dtype", "fp8")["geometry"]["dtype"] == "fp8_e4m3"
     of_config = LLAMA_8B | {"quantization_config": {"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 4}}}
     folder_of(Path(model), of_config)
-    assert "nvfp4" in refused(capsys, "plan", "--model", model, *GPU)
+    assert "nvfp4" in cli.refused("plan", "--model", model, *GPU)
     folder_of(Path(model), of_config | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}})
-    assert planned(capsys, "--model", model)["geometry"]["dtype"] == "bfloat16", "that file is for older ones"
+    assert planned(cli, "--model", model)["geometry"]["dtype"] == "bfloat16", "that file is for older ones"
 
 
 QWEN_WINDOW = SMALL | {"model_type": "qwen2", "sliding_window": 512, "use_sliding_window": True}
@@ -214,10 +209,8 @@ NOT_SERVED = [
 
 
 @pytest.mark.parametrize(("values", "reason"), NOT_SERVED)
-def test_what_is_not_served_is_named(
-    values: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = refused(capsys, "plan", "--model", folder_of(tmp_path, values), *GPU)
+def test_what_is_not_served_is_named(values: dict[str, Any], reason: str, tmp_path: Path, cli: Cli) -> None:
+    said = cli.refused("plan", "--model", folder_of(tmp_path, values), *GPU)
     assert said.startswith("kvtier: --model = ") and reason in said
 
 
@@ -257,17 +250,15 @@ SERVED = [
 
 
 @pytest.mark.parametrize(("values", "token_bytes"), SERVED)
-def test_what_an_engine_serves_is_planned(
-    values: dict[str, Any], token_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_an_engine_serves_is_planned(values: dict[str, Any], token_bytes: int, tmp_path: Path, cli: Cli) -> None:
     """Windows beside full attention were refused, which vLLM gives kvtier as full attention; so were windows that the
     text part says null of, and KV heads of null counted as the family's default, not as the query heads."""
     values = {"max_position_embeddings": 4096} | values
-    found = planned(capsys, "--model", folder_of(tmp_path, values))
+    found = planned(cli, "--model", folder_of(tmp_path, values))
     assert found["geometry"]["token_bytes"] == token_bytes
 
 
-def test_gemma_3_as_it_is_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gemma_3_as_it_is_published(tmp_path: Path, cli: Cli) -> None:
     """Its file leaves out heads, vocabulary and context."""
     text = {
         "model_type": "gemma3_text",
@@ -277,17 +268,17 @@ def test_gemma_3_as_it_is_published(tmp_path: Path, capsys: pytest.CaptureFixtur
         "sliding_window": 1024,
     }
     values = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text, "vision_config": {}}
-    found = planned(capsys, "--model", folder_of(tmp_path, values))
+    found = planned(cli, "--model", folder_of(tmp_path, values))
     assert found["geometry"]["token_bytes"] == 2 * 34 * 4 * 256 * 2 and found["context"] == 131_072
     assert any("attend within a window" in note for note in found["assumptions"])
 
 
 @pytest.mark.parametrize("rate", ["16Gbit/s", "16 Gbits/s", "2gB/s", "2 GB/s", "2000000000/s"])
-def test_a_rate_in_bits(rate: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = planned(capsys, "--model", model, "--storage-rate", "2GB/s")
-    assert planned(capsys, "--model", model, "--storage-rate", rate) == expected
-    binary = planned(capsys, "--model", model, "--storage-rate", "8Gibit/s")
-    assert binary == planned(capsys, "--model", model, "--storage-rate", "1GiB/s") != expected
+def test_a_rate_in_bits(rate: str, model: str, cli: Cli) -> None:
+    expected = planned(cli, "--model", model, "--storage-rate", "2GB/s")
+    assert planned(cli, "--model", model, "--storage-rate", rate) == expected
+    binary = planned(cli, "--model", model, "--storage-rate", "8Gibit/s")
+    assert binary == planned(cli, "--model", model, "--storage-rate", "1GiB/s") != expected
 
 
 NOT_IN_A_MODEL = [
@@ -300,10 +291,8 @@ NOT_IN_A_MODEL = [
 
 
 @pytest.mark.parametrize(("arguments", "reason"), NOT_IN_A_MODEL)
-def test_what_the_model_cannot_be_planned_with(
-    arguments: tuple[str, ...], reason: str, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert reason in refused(capsys, "plan", "--model", model, *arguments)
+def test_what_the_model_cannot_be_planned_with(arguments: tuple[str, ...], reason: str, model: str, cli: Cli) -> None:
+    assert reason in cli.refused("plan", "--model", model, *arguments)
 
 
 BAD_VALUES = [
@@ -328,19 +317,18 @@ BAD_VALUES = [
 
 
 @pytest.mark.parametrize(("option", "value", "reason"), BAD_VALUES)
-def test_bad_values(option: str, value: str, reason: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", model, *GPU, option, value]) == 2
-    said = " ".join(capsys.readouterr().err.split())
+def test_bad_values(option: str, value: str, reason: str, model: str, cli: Cli) -> None:
+    said = " ".join(cli.errors("plan", "--model", model, *GPU, option, value, status=2).split())
     assert f"Invalid value for '{option}': " in said and reason in said
 
 
-def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "name the folder of a Hugging Face model" in refused(capsys, "plan", "--model", str(tmp_path), *GPU)
+def test_a_folder_without_a_model(tmp_path: Path, cli: Cli) -> None:
+    assert "name the folder of a Hugging Face model" in cli.refused("plan", "--model", str(tmp_path), *GPU)
     for text, reason in (("{", "it is not JSON"), ("[]", "it is not a JSON object")):
         (tmp_path / "config.json").write_text(text)
-        assert reason in refused(capsys, "plan", "--model", str(tmp_path), *GPU)
+        assert reason in cli.refused("plan", "--model", str(tmp_path), *GPU)
 
 
-def test_codecs_say_what_they_lose(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "lossy: KL to raw KV in nats, measured on SmolLM2-135M, " in printed(capsys, "plan", "--model", model, *GPU)
-    assert set(planned(capsys, "--model", model)["codecs"]["int8"]["kl_nats"]) == set(MODELS)
+def test_codecs_say_what_they_lose(model: str, cli: Cli) -> None:
+    assert "lossy: KL to raw KV in nats, measured on SmolLM2-135M, " in cli.printed("plan", "--model", model, *GPU)
+    assert set(planned(cli, "--model", model)["codecs"]["int8"]["kl_nats"]) == set(MODELS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.cli.asking import printed, printed_json, refused
+from tests.cli.asking import Cli
 
 
 @pytest.fixture(name="folder")
@@ -26,76 +26,73 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_folder_is_as_its_manifest_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--write` makes it" in refused(capsys, "weights", "verify", str(folder))
-    assert "manifest written" in printed(capsys, "weights", "verify", str(folder), "--write")
-    assert "0 bad" in printed(capsys, "weights", "verify", str(folder))
-    found = printed_json(capsys, "weights", "verify", str(folder))
+def test_a_folder_is_as_its_manifest_says(folder: Path, cli: Cli) -> None:
+    assert "--write` makes it" in cli.refused("weights", "verify", str(folder))
+    assert "manifest written" in cli.printed("weights", "verify", str(folder), "--write")
+    assert "0 bad" in cli.printed("weights", "verify", str(folder))
+    found = cli.json("weights", "verify", str(folder))
     assert found["bad"] == [] and found["bytes"] == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def test_what_is_bad_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed(capsys, "weights", "verify", str(folder), "--write")
+def test_what_is_bad_is_named(folder: Path, cli: Cli) -> None:
+    cli.printed("weights", "verify", str(folder), "--write")
     flip(folder / "model-2.safetensors", 3_000_000)
     os.truncate(folder / "model-1.safetensors", 2_400_000)
     save_file({"t3": torch.zeros(1)}, folder / "model-3.safetensors")
-    bad = printed_json(capsys, "weights", "verify", str(folder), status=1)["bad"]
+    bad = cli.json("weights", "verify", str(folder), status=1)["bad"]
     assert [(finding["file"][6], finding["offset"]) for finding in bad] == [
         ("1", 0),
         ("1", 2 << 20),
         ("2", 2 << 20),
         ("3", None),
     ]
-    lines = printed(capsys, "weights", "verify", str(folder), status=1).splitlines()
+    lines = cli.printed("weights", "verify", str(folder), status=1).splitlines()
     assert lines[0].startswith("BAD model-1.safetensors: ") and "is not a whole safetensors file" in lines[0]
     assert "bytes in tensor t2 differ" in lines[2] and "does not list" in lines[3] and lines[-1].endswith("4 bad")
     (folder / "model-1.safetensors").unlink()
-    assert "it cannot be opened: No such file" in printed(capsys, "weights", "verify", str(folder), status=1)
+    assert "it cannot be opened: No such file" in cli.printed("weights", "verify", str(folder), status=1)
 
 
-def test_a_missing_shard_of_the_index(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_shard_of_the_index(folder: Path, cli: Cli) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"t1": "model-1.safetensors", "t9": "model-9.safetensors"}}))
-    assert "model-9.safetensors: model.safetensors.index.json names this file" in refused(
-        capsys, "weights", "verify", str(folder), "--write"
-    )
+    said = cli.refused("weights", "verify", str(folder), "--write")
+    assert "model-9.safetensors: model.safetensors.index.json names this file" in said
     index.write_text(json.dumps({"weight_map": {"t1": "../x"}}))
-    assert "in another folder" in refused(capsys, "weights", "verify", str(folder), "--write")
+    assert "in another folder" in cli.refused("weights", "verify", str(folder), "--write")
 
 
-def test_a_broken_file_gets_no_manifest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_file_gets_no_manifest(folder: Path, cli: Cli) -> None:
     os.truncate(folder / "model-1.safetensors", 1_000_000)
-    assert "model-1.safetensors is not a whole" in refused(capsys, "weights", "verify", str(folder), "--write")
+    assert "model-1.safetensors is not a whole" in cli.refused("weights", "verify", str(folder), "--write")
     assert not (folder / "kvtier-checksums.json").exists()
 
 
-def test_a_folder_that_cannot_be_written_to(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_to(folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command says so before it reads the files."""
     monkeypatch.setattr(os, "access", lambda path, mode, **_: mode != os.W_OK)
-    assert "cannot be written to" in refused(capsys, "weights", "verify", str(folder), "--write")
+    assert "cannot be written to" in cli.refused("weights", "verify", str(folder), "--write")
 
 
-def test_files_in_the_format_of_mistral(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_in_the_format_of_mistral(folder: Path, cli: Cli) -> None:
     """vLLM loads such files, where there are any, instead of the files of the index."""
     save_file({"t": torch.zeros(9)}, folder / "consolidated.safetensors")
-    printed(capsys, "weights", "verify", str(folder), "--write")
+    cli.printed("weights", "verify", str(folder), "--write")
     flip(folder / "consolidated.safetensors", 90)
-    bad = printed_json(capsys, "weights", "verify", str(folder), status=1)["bad"]
+    bad = cli.json("weights", "verify", str(folder), status=1)["bad"]
     assert [finding["file"] for finding in bad] == ["consolidated.safetensors"]
 
 
-def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no safetensors file" in refused(capsys, "weights", "verify", str(tmp_path), "--write")
+def test_an_empty_folder(tmp_path: Path, cli: Cli) -> None:
+    assert "no safetensors file" in cli.refused("weights", "verify", str(tmp_path), "--write")
 
 
-def test_bench(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values = printed_json(capsys, "weights", "bench", str(folder))
+def test_bench(folder: Path, cli: Cli) -> None:
+    values = cli.json("weights", "bench", str(folder))
     assert values["n_bytes"] == 900_000 * 8 and values["verified"] is values["pcie"] is None
     assert values["share"] == pytest.approx(values["loading"] / values["plain_read"])
-    printed(capsys, "weights", "verify", str(folder), "--write")
-    lines = printed(capsys, "weights", "bench", str(folder)).splitlines()
+    cli.printed("weights", "verify", str(folder), "--write")
+    lines = cli.printed("weights", "bench", str(folder)).splitlines()
     assert [line.split("  ")[0] for line in lines[1:4]] == [
         "loading",
         "loading, compared with the manifest",
@@ -103,4 +100,4 @@ def test_bench(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert "median of 3" in lines[-1]
     if not torch.cuda.is_available():
-        assert "device cuda:0 cannot be used" in refused(capsys, "weights", "bench", str(folder), "--device", "cuda:0")
+        assert "device cuda:0 cannot be used" in cli.refused("weights", "bench", str(folder), "--device", "cuda:0")

@@ -17,7 +17,7 @@ from tests.fuzz import configuration, documents, formats, inputs
 
 CORPUS = Path(__file__).parent / "corpus"
 SEED = 20261123
-CPU_S_MAX = 3.0
+CPU_S_MAX = 10.0
 """For one input of at most a few hundred KiB."""
 SOURCES = {formats: inputs.BYTES, documents: inputs.JSON, configuration: (*inputs.YAML, *inputs.JSON)}
 TARGETS = {name: (module, changes) for module, changes in SOURCES.items() for name in module.SEEDS}

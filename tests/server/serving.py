@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -27,11 +28,18 @@ from kvtier.storage.root import open_root
 from tests.support.rig import Engine
 
 ADMIN, READER = "admins-token-0123456789", "readers-token-0123456789"
+NEW = "another-admins-token-0123456789"
 TOKENS = Tokens(ADMIN, READER)
 CHUNK_TOKENS, CHUNKS = 64, 5
 PROMPT = list(range(CHUNK_TOKENS * CHUNKS))
 OWNER = "host-1-abc"
 JOB = "0" * 32
+
+
+def put(path: Path, text: str) -> None:
+    """As Kubernetes does: another file in its place."""
+    path.with_suffix(".new").write_text(text)
+    os.replace(path.with_suffix(".new"), path)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def test_a_request_that_is_wrong_in_a_million_places_is_answered_briefly_and_soo
         answer = served.call("POST", f"/api/v1/{path}", json=body)
         assert_problem(answer, 422)
         assert len(answer.content) < 4000 and len(answer.json()["errors"]) < 10
-    assert time.process_time() - began < 8  # it was 8 s each, and 2 GB
+    assert time.process_time() - began < 20  # it was 8 s each, and 2 GB
 
 
 def test_a_bug_is_a_problem_and_says_nothing_of_itself(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import socket
 import ssl
 import subprocess
 import sys
-import time
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -16,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.cli.asking import refused
+from tests.cli.asking import Cli
 from tests.redis_server import Server, free_port, has_redis
 from tests.server.process import START_TIMEOUT_S, environment, running, write_config
-from tests.server.serving import ADMIN, CHUNKS, PROMPT, READER
+from tests.server.serving import ADMIN, CHUNKS, NEW, PROMPT, READER, put
 from tests.support.rig import Engine
 from tests.waiting import wait_until
 
@@ -58,39 +57,54 @@ def test_it_does_not_start_with_what_cannot_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "kv"
-    said = refused(capsys, "serve", str(write_config(tmp_path, root, host="0.0.0.0")))
+    said = Cli(capsys).refused("serve", str(write_config(tmp_path, root, host="0.0.0.0")))
     assert "server.host" in said and "no token is set" in said, "others could reach it without a token"
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        said = refused(capsys, "serve", str(write_config(tmp_path, root, port=taken.getsockname()[1])))
+        said = Cli(capsys).refused("serve", str(write_config(tmp_path, root, port=taken.getsockname()[1])))
     assert "server.port" in said and "in use" in said
     (tmp_path / "cert.pem").write_text("nothing")
     paths = {name: str(tmp_path / "cert.pem") for name in ("tls_cert", "tls_key")}
-    assert "server.tls_cert" in refused(capsys, "serve", str(write_config(tmp_path, root, **paths)))
-    assert f"name a settings file with `root: {tmp_path}`" in refused(capsys, "serve", str(tmp_path))
+    assert "server.tls_cert" in Cli(capsys).refused("serve", str(write_config(tmp_path, root, **paths)))
+    assert f"name a settings file with `root: {tmp_path}`" in Cli(capsys).refused("serve", str(tmp_path))
     monkeypatch.setenv("KVTIER_INDEX__KIND", "memory")
-    assert "index.kind" in refused(capsys, "serve", str(write_config(tmp_path, root)))
+    assert "index.kind" in Cli(capsys).refused("serve", str(write_config(tmp_path, root)))
     assert not root.exists()
 
 
-def test_tls_and_tokens_from_the_environment(tmp_path: Path) -> None:
-    paths = own_certificate(tmp_path)
-    config = write_config(tmp_path, tmp_path / "kv", host="0.0.0.0", read_token=READER, **paths)
-    trusting = ssl.create_default_context(cafile=paths["tls_cert"])
-    with running(config, KVTIER_SERVER__ADMIN_TOKEN=ADMIN) as served:
+def test_tls_and_tokens_from_the_environment_and_from_files_that_change(tmp_path: Path) -> None:
+    paths, token = own_certificate(tmp_path), tmp_path / "admin-token"
+    token.write_text(ADMIN)
+    config = write_config(
+        tmp_path, tmp_path / "kv", host="0.0.0.0", admin_token_file=str(token), history_s=0.5, **paths
+    )
+    first = ssl.create_default_context(cafile=paths["tls_cert"])
+    with running(config, KVTIER_SERVER__READ_TOKEN=READER) as served:
         assert served.address.startswith("https://0.0.0.0:")
-        assert served.get("/healthz", tls=trusting) == (200, b'{"status":"ok"}')
-        for token, status in ((None, 401), ("wrong" * 5, 401), (READER, 200), (ADMIN, 200)):
-            assert served.get("/api/v1/stats", token, trusting)[0] == status
-        connection = served.connect(trusting)
+        assert served.get("/healthz", tls=first) == (200, b'{"status":"ok"}')
+        for given, status in ((None, 401), ("wrong" * 5, 401), (READER, 200), (ADMIN, 200)):
+            assert served.get("/api/v1/stats", given, first)[0] == status
+        connection = served.connect(first)
         connection.request("GET", "/healthz")
         assert connection.getresponse().getheader("strict-transport-security")
         with pytest.raises(ssl.SSLCertVerificationError):
             served.get("/healthz", tls=ssl.create_default_context())
         with pytest.raises(OSError):
             served.get("/healthz")  # plain http
-        process = served.process
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        put(token, NEW)
+        wait_until(lambda: served.get("/api/v1/stats", NEW, first)[0] == 200)
+        assert served.get("/api/v1/stats", ADMIN, first)[0] == 401
+        own_certificate(tmp_path)
+        second = ssl.create_default_context(cafile=paths["tls_cert"])
+
+        def is_served() -> bool:
+            try:
+                return served.get("/api/v1/stats", NEW, second)[0] == 200
+            except ssl.SSLCertVerificationError:
+                return False
+
+        wait_until(is_served)
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(START_TIMEOUT_S) == 0
 
 
 EARLY = """
@@ -155,7 +169,7 @@ def test_a_redis_that_comes_late_stops_and_dies(tmp_path: Path) -> None:
             return served.get(path)[0]
 
         def wait_for(wanted: int) -> None:
-            wait_until(lambda: status() == wanted, f"status {wanted}", 60)
+            wait_until(lambda: status() == wanted, f"status {wanted}", 120)
 
         assert (status(), status("/readyz"), status("/healthz"), status("/metrics")) == (503, 503, 200, 200)
         redis = Server(tmp_path / "redis", port=port)
@@ -164,8 +178,7 @@ def test_a_redis_that_comes_late_stops_and_dies(tmp_path: Path) -> None:
             assert status("/readyz") == 200
             redis.pause()
             wait_for(503)  # what was seen a moment ago is shown for a second
-            began = time.monotonic()
-            assert status() == 503 and time.monotonic() - began < 5
+            assert status() == 503  # before the client's own deadline
             said = json.loads(served.get("/api/v1/pins")[1])
             assert said["title"] == "Not available"
             redis.go_on()
