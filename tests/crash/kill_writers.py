@@ -30,6 +30,7 @@ from tests.support.rig import Engine
 SEQUENCES = 40
 CHUNKS = 5
 RANKS = 2
+SAVE_TIMEOUT_S = 60.0  # seconds
 SIZES: dict[str, object] = {"segment_bytes": 1 << 20, "capacity_bytes": 1 << 30}
 """Sets of 14 chunks, which fill all the time, and room for all that is written: nothing is evicted."""
 
@@ -123,14 +124,24 @@ def fork(work: Callable[[int], None]) -> tuple[int, int]:
     return pid, reader
 
 
+def n_claims(root: Path) -> int:
+    path = root / "claims"
+    return len(path.read_bytes().split()) if path.exists() else 0
+
+
 def main(root: Path, kills: int, seed: int) -> None:
+    """Every other writer is killed only after it has saved something, however little of the machine it got."""
     torch.set_num_threads(1)
     rng = random.Random(seed)
     results = []
-    for _ in range(kills):
+    for number in range(kills):
+        said = n_claims(root)
         writer_seed = rng.random()
         pid, pipe = fork(lambda ready, s=writer_seed: write_forever(root, s, ready))  # type: ignore[misc]
         assert os.read(pipe, 1), "the writer died by itself"
+        deadline = time.monotonic() + SAVE_TIMEOUT_S
+        while number % 2 and n_claims(root) < said + CHUNKS and time.monotonic() < deadline:
+            time.sleep(0.01)
         time.sleep(rng.uniform(0.0, 0.5))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

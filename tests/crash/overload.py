@@ -1,9 +1,10 @@
 """Four writers save far more than a root may take, for three tenants, while whoever evicts is killed now and then. Run
 by test_overload.py; prints one line of JSON with what was seen.
 
-    python -m tests.crash.overload ROOT SECONDS KILLS SEED INDEX
+    python -m tests.crash.overload ROOT SECONDS SETS KILLS SEED INDEX
 
-INDEX: settings of the index, as JSON. Writers are forked from this process before it opens anything.
+They write for SECONDS, and until SETS were made. INDEX: settings of the index, as JSON. Writers are forked from this
+process before it opens anything.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CAPACITY_SETS = 36
 QUOTA_SETS = {"red": 8, "blue": 6}
 LEASE_S = 1.5
 STOP_TIMEOUT_S = 60.0
-KILL_TIMEOUT_S = 20.0
+ENOUGH_TIMEOUT_S = 240.0  # for the sets and the kills after SECONDS, on a machine that runs more than it can
 
 
 def changes(index: dict[str, Any]) -> dict[str, object]:
@@ -117,7 +118,7 @@ class Overload:
         there = {path: min(n_bytes, after[path]) for path, n_bytes in before.items() if path in after}
         self.disk_bytes_max = max(self.disk_bytes_max, sum(there.values()))
         for tenant in QUOTA_SETS:
-            n_bytes = sum(size for path, size in there.items() if self.tenants[int(path.name[:16], 16)] == tenant)
+            n_bytes = sum(size for path, size in there.items() if self.tenants.get(int(path.name[:16], 16)) == tenant)
             self.tenant_bytes_max[tenant] = max(self.tenant_bytes_max[tenant], n_bytes)
 
     @property
@@ -147,17 +148,20 @@ class Overload:
         self.kills += 1
         return True
 
-    def run(self, seconds: float, kills: int) -> Index:
+    def run(self, seconds: float, n_sets: int, kills: int) -> Index:
         for _ in range(WRITERS):
             self.start_writer()
         own = settings(self.root, **changes(self.index))
         index = open_index(own, open_root(own))
         began = time.monotonic()
+        ends = began + seconds + ENOUGH_TIMEOUT_S
         next_kill = began + min(4.0, seconds / 4)
-        while (now := time.monotonic()) < began + seconds:
+        while (now := time.monotonic()) < began + seconds or (
+            now < ends and (len(self.tenants) < n_sets or self.kills < kills)
+        ):
             self.look(index)
             if self.kills < kills and now >= next_kill:
-                while not self.kill_evictor(index) and time.monotonic() < began + seconds + KILL_TIMEOUT_S:
+                while not self.kill_evictor(index) and time.monotonic() < ends:
                     pass  # a lease is held for milliseconds: poll as fast as it goes
                 next_kill = time.monotonic() + seconds / (kills + 1)
                 self.start_writer()
@@ -190,10 +194,14 @@ def settle(root: Path, index: Index) -> None:
         time.sleep(0.3)
 
 
-def main(root: Path, seconds: float, kills: int, seed: int, index_settings: dict[str, Any]) -> None:
+def main(root: Path, seconds: float, n_sets: int, kills: int, seed: int, index_settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     overload = Overload(root, index_settings, random.Random(seed))
-    index = overload.run(seconds, kills)
+    try:
+        index = overload.run(seconds, n_sets, kills)
+    finally:
+        for pid in overload.writers:  # what this process fails with must not wait for them
+            os.kill(pid, signal.SIGKILL)
     settle(root, index)
     on_disk = {int(path.name[:16], 16) for path in root.glob("v2/*/*.kvseg")}
     indexed = {info.set_id for info in index.sets()}
@@ -217,4 +225,5 @@ def main(root: Path, seconds: float, kills: int, seed: int, index_settings: dict
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), json.loads(sys.argv[5]))
+    path, duration, *numbers, index_text = sys.argv[1:]
+    main(Path(path), float(duration), *map(int, numbers), json.loads(index_text))

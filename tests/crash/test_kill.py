@@ -1,4 +1,4 @@
-"""SIGKILL at 20 random moments of a writer: what is offered afterwards is right, what it was told is saved is offered,
+"""SIGKILL at 12 random moments of a writer: what is offered afterwards is right, what it was told is saved is offered,
 and `verify` finds nothing bad."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def kill_writers(root: Path, kills: int, seed: int) -> list[dict[str, Any]]:
     """What was found after each kill; asserts that nothing of it is wrong."""
     command = [sys.executable, "-m", "tests.crash.kill_writers", str(root), str(kills), str(seed)]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}  # the rig derives a block's content from hashes
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20 * kills, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90 * kills, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     assert len(results) == kills
@@ -31,9 +31,9 @@ def kill_writers(root: Path, kills: int, seed: int) -> list[dict[str, Any]]:
 
 
 def test_killed_writers_leave_nothing_wrong(tmp_path: Path) -> None:
-    results = kill_writers(tmp_path, 20, SEED)
-    assert results[-1]["loaded"] >= 20, "the writers saved next to nothing; the test proves nothing"
-    assert results[-1]["claimed"] >= 20
+    results = kill_writers(tmp_path, 12, SEED)
+    assert results[-1]["loaded"] >= 15, "the writers saved next to nothing; the test proves nothing"
+    assert results[-1]["claimed"] >= 15
 
 
 @pytest.mark.soak
