@@ -162,9 +162,12 @@ def test_a_client_that_asks_now_and_then_keeps_its_connection(port: int, monkeyp
 def test_what_is_at_work_is_not_closed_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of an address that has its share at work wait for none of them: they are refused."""
     head = b"POST /api/v1/clear HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: 2\r\nExpect: 100-continue\r\n\r\n"
     with served(tmp_path / "kv", monkeypatch, timeout_s=CLOSED_TIMEOUT_S) as port:
-        busy = [connect(port, head + b"Content-Length: 2\r\n\r\n") for _ in range(MAX // 2)]
-        wait_until(lambda: answer(connect(port)) == b"", "a refusal")
+        busy = [connect(port, head) for _ in range(MAX // 2)]
+        for connection in busy:  # each is waited for until its body is
+            assert connection.recv(65536).startswith(b"HTTP/1.1 100 ")
+        assert answer(connect(port)) == b""
         assert [answer(connection, b"{}") for connection in busy] == [b"HTTP/1.1 200 OK"] * len(busy)
         for connection in busy:
             connection.close()
