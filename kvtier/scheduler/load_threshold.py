@@ -181,7 +181,7 @@ class FixedLimit(BreakEven):
     is_measured = False
 
     def __init__(self, min_tokens: int) -> None:
-        super().__init__()
+        super().__init__(clock=lambda: 0.0)  # no decision depends on the machine's clock (I6)
         self._min_tokens = min_tokens
 
     @property
