@@ -150,7 +150,6 @@ def _engine(folder: Path) -> ModuleType:
     """Return the module that works with vLLM. Raises ConfigError, NotDone without vLLM."""
     if not (folder / "config.json").is_file():
         raise ConfigError("model", str(folder), "there is no config.json; name the folder of a Hugging Face model")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout has the command's answer
     try:
         from kvtier.connectors.vllm import weights_shard
     except ImportError as error:
