@@ -35,7 +35,7 @@ from kvtier.index.open import open_index, open_lookups
 from kvtier.kernels.paged import PagedKV
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.runtime.metrics import Metrics
-from kvtier.runtime.threads import EXTRA_THREADS_MAX, ThreadJobs
+from kvtier.runtime.threads import ThreadJobs
 from kvtier.runtime.units import exact
 from kvtier.scheduler.background import SPARES_MAX, Keeper, KeeperPlan
 from kvtier.scheduler.capacity_warnings import CapacityWatch
@@ -59,8 +59,9 @@ from kvtier.storage.start_wait import in_time
 from kvtier.worker.arenas import cuda_memory, host_memory
 from kvtier.worker.context import Quarantine, WorkerContext, arena_slot_bytes
 from kvtier.worker.io_setup import open_io
+from kvtier.worker.loop import TASKS_MAX
 from kvtier.worker.saving import SaveBounds
-from kvtier.worker.transfer import Transfer, TransferJobs, Upkeep
+from kvtier.worker.transfer import Transfer, TransferJobs
 
 log = logging.getLogger("kvtier")
 
@@ -306,8 +307,7 @@ def open_transfer(
     jobs = _transfer_jobs(settings)
     cost = io.cost.of_share(codec, geometry, share) if io.cost else None
     bounds = SaveBounds(min(settings.queues.save_chunks_max, memory.save_slots), memory.held_slots)
-    upkeep = Upkeep(memory.pin, memory.make_way, memory.release)
-    transfer = Transfer(worker, jobs, _admissions(settings, device.type), bounds, cost, upkeep)
+    transfer = Transfer(worker, jobs, _admissions(settings, device.type), bounds, cost, memory.pinner)
     transfer.start()
     return transfer
 
@@ -316,8 +316,8 @@ def _transfer_jobs(settings: Settings) -> TransferJobs:
     queues = settings.queues
     return TransferJobs(
         ThreadJobs("loop", 1, 1),
-        ThreadJobs("load", queues.load_threads, queues.load_threads + EXTRA_THREADS_MAX),
-        ThreadJobs("save", queues.save_threads, queues.save_threads + EXTRA_THREADS_MAX),
+        ThreadJobs("load", queues.load_threads, TASKS_MAX),
+        ThreadJobs("save", queues.save_threads, TASKS_MAX),
     )
 
 

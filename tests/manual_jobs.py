@@ -28,7 +28,7 @@ class ManualJobs:
     def pending(self) -> int:
         return len(self._queue)
 
-    def widen(self, n_stuck: int) -> None:
+    def widen(self, stuck_s: float) -> None:
         pass
 
     def drain(self, timeout_s: float) -> bool:

@@ -16,6 +16,10 @@ class RawCodec(BaseCodec):
 
     name = "raw"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._copiers: dict[int, Copier] = {}  # of each PagedKV, which the copier holds, by the object's id
+
     def check(self, geometry: Geometry) -> None:
         """All bytes are alike."""
 
@@ -26,18 +30,13 @@ class RawCodec(BaseCodec):
         # Pages that are alike are not enough: records of other cuts may begin with layers that are not.
         is_alike = geometry.plain is None
         copier = _make_copier(pages) if is_alike else BandedPages(pages, geometry, held, _make_copier)
-        self._movers[id(pages)] = _RawMover(copier)
+        self._copiers[id(pages)] = copier
 
+    def encode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
+        self._copiers[id(pages)].gather(moves)
 
-class _RawMover:
-    def __init__(self, copier: Copier) -> None:
-        self._copier = copier
-
-    def encode(self, moves: Sequence[Move]) -> None:
-        self._copier.gather(moves)
-
-    def decode(self, moves: Sequence[Move]) -> None:
-        self._copier.scatter(moves)
+    def decode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
+        self._copiers[id(pages)].scatter(moves)
 
 
 def _make_copier(pages: PagedKV) -> Copier:

@@ -30,8 +30,9 @@ class Jobs(Protocol):
         """Return the number of jobs queued or running."""
         ...
 
-    def widen(self, n_stuck: int) -> None:
-        """Run other jobs beside `n_stuck` that hang in the kernel, on as many threads more, up to EXTRA_THREADS_MAX."""
+    def widen(self, stuck_s: float) -> None:
+        """Run other jobs beside those that have run for `stuck_s`, and may hang in the kernel: on as many threads more,
+        up to EXTRA_THREADS_MAX."""
         ...
 
     def drain(self, timeout_s: float) -> bool:
@@ -49,7 +50,7 @@ class ThreadJobs:
     def __init__(self, name: str, threads: int, queued_max: int) -> None:
         self._queued_max = queued_max
         self._queue: deque[Job] = deque()
-        self._running = 0
+        self._running: dict[object, float] = {}  # when each job began
         self._closed = False
         self._changed = threading.Condition()
         self._name = name
@@ -67,14 +68,17 @@ class ThreadJobs:
 
     def pending(self) -> int:
         with self._changed:
-            return len(self._queue) + self._running
+            return len(self._queue) + len(self._running)
 
-    def widen(self, n_stuck: int) -> None:
+    def widen(self, stuck_s: float) -> None:
+        began_before_s = time.monotonic() - stuck_s
         with self._changed:
+            n_stuck = sum(map(began_before_s.__gt__, self._running.values()))
             self._n_wanted = self.threads + min(n_stuck, EXTRA_THREADS_MAX)
             n_more = 0 if self._closed else max(0, self._n_wanted - self._n_threads)
             self._n_threads += n_more
-            self._changed.notify_all()
+            if self._n_wanted < self._n_threads:
+                self._changed.notify_all()  # as many threads end
         for _ in range(n_more):
             self._start_thread()
 
@@ -103,8 +107,8 @@ class ThreadJobs:
                 if not self._queue or self._n_threads > self._n_wanted:
                     self._n_threads -= 1
                     return
-                job = self._queue.popleft()
-                self._running += 1
+                job, token = self._queue.popleft(), object()
+                self._running[token] = time.monotonic()
             completed = False
             try:
                 job()
@@ -113,7 +117,7 @@ class ThreadJobs:
                 if not completed:  # our bug: this thread ends with its traceback, the queue keeps its width
                     self._start_thread()
                 with self._changed:
-                    self._running -= 1
+                    del self._running[token]
                     self._changed.notify_all()
 
 

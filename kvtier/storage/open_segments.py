@@ -1,8 +1,8 @@
 """Open segments: descriptors shared by all users of a segment, counted, and closed when long unused or when their set
 was removed.
 
-No system call is made while the lock is held: any of them may hang on a network file system, and the engine's own
-thread passes through `release` (I10).
+No system call is made while the lock is held: any of them may hang on a network file system. `release` makes none, for
+it is called on threads that must not wait (I10).
 """
 
 from __future__ import annotations
@@ -30,16 +30,25 @@ Name = tuple[int, int]  # (set id, part): see kvtier.format.record.part_of
 class OpenSegment:
     """A descriptor in use. `release` it exactly once for each time it was given out."""
 
-    def __init__(self, fd: int, header: SegmentHeader, release: Callable[[OpenSegment], None]) -> None:
+    def __init__(self, fd: int, header: SegmentHeader, pool: OpenSegments) -> None:
         self.fd = fd
         self.header = header
         self.users = 0
         self.is_forgotten = False
         self.checked_s = time.monotonic()  # when the file was last known to have a name
-        self._release = release
+        self._pool = pool
 
     def release(self) -> None:
-        self._release(self)
+        """Give the descriptor back. A forgotten segment is closed by the next call that opens or closes files: this one
+        may be made on a thread that must not wait."""
+        pool = self._pool
+        with pool.lock:
+            self.users -= 1
+            if not self.is_forgotten or self.users:
+                return
+            pool.released.append(self)
+        if pool.is_closed:
+            pool.close_released()
 
     def is_unlinked(self) -> bool | None:
         """Return whether the file system says that the file has no name any more; None if it does not say.
@@ -54,13 +63,18 @@ class OpenSegment:
 
 
 class OpenSegments:
-    """Descriptors of the segments that `_open_file` opens. Thread-safe. `before_close` is called with each descriptor
-    that had a user, and must not wait."""
+    """Open files of one folder. Thread-safe. `before_close` is called with each descriptor that had a user, and must
+    not wait.
+
+    lock, released, is_closed: for OpenSegment. released: forgotten segments without users, which are to be closed.
+    """
 
     def __init__(self, before_close: Callable[[int], None] = lambda fd: None) -> None:
+        self.lock = threading.Lock()
+        self.released: list[OpenSegment] = []
+        self.is_closed = False
         self._before_close = before_close
         self._open: OrderedDict[Name, OpenSegment] = OrderedDict()
-        self._lock = threading.Lock()
         self._most_open = most_open(OPEN_FILES_MAX)
         register(self)
 
@@ -76,39 +90,37 @@ class OpenSegments:
         in another one, as on a mount that is away: its files are not gone.
         """
         name = set_id, part
-        segment = self._take(name)
+        with self.lock:
+            segment = self._open.get(name)
+            if segment is not None:
+                segment.users += 1
+                self._open.move_to_end(name)
         if segment is not None:
-            if self._has_name(segment, for_writing):
+            now_s = time.monotonic()
+            if not for_writing and now_s - segment.checked_s <= CHECKED_FOR_S:
+                return segment
+            if segment.is_unlinked() is False:
+                segment.checked_s = now_s
                 return segment  # else its mount may have been made anew, and this would never be of use again
             self._forget(name, segment)
             segment.release()
         found = self._open_file(name)
         if found is None:
             return None
-        with self._lock:
-            segment = self._open.setdefault(name, OpenSegment(*found, self._give_back))
+        with self.lock:
+            segment = self._open.setdefault(name, OpenSegment(*found, self))
             segment.users += 1
         if segment.fd != found[0]:
             close_file(found[0])  # another thread opened it at the same time
-        self._close_all(self._unused(beyond=self._most_open))
+        self._close_unused(beyond=self._most_open)
         return segment
-
-    @staticmethod
-    def _has_name(segment: OpenSegment, asks_now: bool) -> bool:
-        now_s = time.monotonic()
-        if asks_now or now_s - segment.checked_s > CHECKED_FOR_S:
-            if segment.is_unlinked() is not False:
-                return False
-            segment.checked_s = now_s
-        return True
 
     def lease_anew(self, set_id: int, part: int) -> OpenSegment | None:
         """Lease the segment through a descriptor that is opened after this call, and drop its pages from the page
         cache: both may hold bytes from before another node wrote."""
-        open_one = self._take((set_id, part))
-        if open_one is not None:
-            self._forget((set_id, part), open_one)
-            open_one.release()
+        segment = self._open.get((set_id, part))
+        if segment is not None:
+            self._forget((set_id, part), segment)
         segment = self.lease(set_id, part)
         if segment is not None:
             with suppress(OSError):  # a file system without page cache
@@ -117,11 +129,11 @@ class OpenSegments:
 
     def open_sets(self) -> set[int]:
         """Return the ids of the sets that have a segment open here."""
-        with self._lock:
+        with self.lock:
             return {set_id for set_id, _ in self._open}
 
     def close_sets(self, set_ids: Collection[int]) -> None:
-        """Close the segments of removed sets: an open file keeps its space on the disk. Those in use are closed by
+        """Close the segments of removed sets: an open file keeps its space on the disk. Those in use are closed after
         their last release (I3)."""
         self._forget_those(lambda name, segment: name[0] in set_ids)
 
@@ -131,57 +143,52 @@ class OpenSegments:
 
     def close_unused(self) -> None:
         """Close what is not in use, so that other files can be opened."""
-        self._close_all(self._unused())
+        self._close_unused()
 
     def close(self) -> None:
         """Close what is not in use; what is in use is closed by its last release."""
+        self.is_closed = True
         self._forget_those(lambda name, segment: True)
 
+    def close_released(self) -> None:
+        """Close forgotten segments that have no users."""
+        with self.lock:
+            closing, self.released = self.released, []
+        for segment in closing:
+            self._before_close(segment.fd)
+            close_file(segment.fd)
+
     def _forget_those(self, meant: Callable[[Name, OpenSegment], bool]) -> None:
-        with self._lock:
+        with self.lock:
             segments = list(self._open.items())
         for name, segment in segments:
-            with self._lock:
+            with self.lock:
                 if segment.is_forgotten:
                     continue
                 segment.users += 1  # keeps it open during the check
             if meant(name, segment):
                 self._forget(name, segment)
             segment.release()
-
-    def _take(self, name: Name) -> OpenSegment | None:
-        with self._lock:
-            segment = self._open.get(name)
-            if segment is not None:
-                segment.users += 1
-                self._open.move_to_end(name)
-            return segment
+        self.close_released()
 
     def _forget(self, name: Name, segment: OpenSegment) -> None:
-        """Stop giving out this descriptor; its last user closes it."""
-        with self._lock:
+        """Stop giving out this descriptor. It is closed when it has no users."""
+        with self.lock:
+            if segment.is_forgotten:
+                return
             segment.is_forgotten = True
             if self._open.get(name) is segment:
                 del self._open[name]
+            if not segment.users:
+                self.released.append(segment)
 
-    def _give_back(self, segment: OpenSegment) -> None:
-        with self._lock:
-            segment.users -= 1
-            is_last = segment.is_forgotten and segment.users == 0
-        if is_last:
-            self._close_all([segment])
-
-    def _unused(self, beyond: int = 0) -> list[OpenSegment]:
-        """Take out the unused segments, the longest unused first, until `beyond` are left; return them to be closed."""
-        with self._lock:
+    def _close_unused(self, beyond: int = 0) -> None:
+        """Close the unused segments, the longest unused first, until `beyond` are left, and the forgotten ones."""
+        with self.lock:
             excess = len(self._open) - beyond
             unused = [name for name, segment in self._open.items() if segment.users == 0][: max(0, excess)]
-            closing = [self._open.pop(name) for name in unused]
-            for segment in closing:
+            for name in unused:
+                segment = self._open.pop(name)
                 segment.is_forgotten = True
-            return closing
-
-    def _close_all(self, segments: list[OpenSegment]) -> None:
-        for segment in segments:
-            self._before_close(segment.fd)
-            close_file(segment.fd)
+                self.released.append(segment)
+        self.close_released()

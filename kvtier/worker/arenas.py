@@ -51,9 +51,7 @@ HBM_SHARE = 2 / 3
 
 class Memory(NamedTuple):
     """Arenas of one worker. arena, host, order, sums: see worker.context.WorkerContext. save_slots: of the arena, that
-    saves may hold; held_slots: beside those, that wait there for their records. pin: begins to pin, in the background,
-    and makes way while the call that it is given says that loads are under way. make_way: the engine is at work now.
-    release: after the last use."""
+    saves may hold; held_slots: beside those, that wait there for their records. pinner: of the host arena."""
 
     arena: ChunkArena
     host: ChunkArena | None
@@ -61,9 +59,7 @@ class Memory(NamedTuple):
     sums: Callable[[Sequence[SlabRun]], list[tuple[int, ...]]]
     save_slots: int
     held_slots: int = 0
-    pin: Callable[[Callable[[], bool]], None] = lambda is_loading: None
-    make_way: Callable[[], None] = lambda: None
-    release: Callable[[], None] = lambda: None
+    pinner: Pinner | None = None
 
 
 def host_memory(settings: Settings, slot_bytes: int) -> Memory:
@@ -111,9 +107,7 @@ def cuda_memory(settings: Settings, slot_bytes: int, step_chunks: int, device: t
         return device_checksum.slab_checksums(runs).wait()
 
     save_slots = max(slots.staging - LOAD_SLOTS, slots.staging // 2)
-    return Memory(
-        arena, host, CudaOrder(device), sums, save_slots, slots.arena, pinner.start, pinner.make_way, pinner.close
-    )
+    return Memory(arena, host, CudaOrder(device), sums, save_slots, slots.arena, pinner)
 
 
 class Pinner:
@@ -141,6 +135,7 @@ class Pinner:
         self._has_ended.wait(PIN_START_MAX_S)
 
     def make_way(self) -> None:
+        """Take half of the time at most from now on: the engine is at work."""
         self._makes_way.set()
 
     def close(self) -> None:

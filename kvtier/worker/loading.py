@@ -20,12 +20,10 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvtier.arena.admission import Admissions
 from kvtier.errors import Corrupt
-from kvtier.index import entry as entries
-from kvtier.io.base import Reads
 from kvtier.io.ring import CLEAN
 from kvtier.kernels.paged import Move, SlabRun
 from kvtier.plan import LoadChunk, LoadPlan
@@ -33,10 +31,9 @@ from kvtier.runtime import metrics as names
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import Mark
-from kvtier.worker.loop import TransferLoop
+from kvtier.worker.loop import LoopPart, TaskPool, TransferLoop
 from kvtier.worker.read_plan import Source, slabs_bytes
 from kvtier.worker.record_reader import FetchFailed, FileReads, HeldSegments, RecordReader
-from kvtier.worker.task_pool import TaskPool
 
 OPENED_TOGETHER = 8  # chunks of a load whose segments one task of the pool opens, or that are copied behind one mark
 _batch_of = attrgetter("reads.batch")
@@ -57,6 +54,9 @@ class State(Enum):
     VERIFIED = auto()
     DROPPED = auto()
     ENDED = auto()
+
+
+TURN_STATES = (State.READING, State.ARRIVED, State.VERIFIED, State.SUSPECT)
 
 
 class Origin(Enum):
@@ -139,7 +139,7 @@ class Fetch:
         return any(part.load is load for part in self.wanted_by)
 
 
-class LoaderCallbacks(Protocol):
+class LoaderCallbacks(LoopPart, Protocol):
     """Methods of the Loader that the ChunkLoader calls."""
 
     def failed(self, fetch: Fetch, failure: Exception) -> None:
@@ -158,16 +158,14 @@ class LoaderCallbacks(Protocol):
 class ChunkLoader:
     """Steps of the chunks of a worker. Not thread-safe: called on the loop's thread.
 
-    in_state: the chunks in each state but ENDED, in the order in which they came to it.
+    in_state: the chunks in each state that a turn goes through, in the order in which they came to it.
     """
 
     def __init__(
         self, worker: WorkerContext, admit: Admissions, loader: LoaderCallbacks, loop: TransferLoop, pool: TaskPool
     ) -> None:
         self.reader = RecordReader(worker)
-        self.in_state: dict[State, dict[Fetch, None]] = {state: {} for state in State if state is not State.ENDED}
-        self.to_open: dict[tuple[Load | None, bool], list[Fetch]] = {}  # by load, and by whether they are read again
-        self.to_close: list[HeldSegments] = []  # one for each chunk that has released it
+        self.in_state: dict[State, dict[Fetch, None]] = {state: {} for state in TURN_STATES}
         self._worker = worker
         self._admit = admit
         self._loader = loader
@@ -182,7 +180,8 @@ class ChunkLoader:
     def set_state(self, fetches: Iterable[Fetch], state: State) -> None:
         entered = self.in_state.get(state)
         for fetch in fetches:
-            self.in_state[fetch.state].pop(fetch, None)
+            if (left := self.in_state.get(fetch.state)) is not None:
+                left.pop(fetch, None)
             fetch.state = state
             if entered is not None:
                 entered[fetch] = None
@@ -231,12 +230,6 @@ class ChunkLoader:
             else:
                 found.append((fetch, *leased))
         return found, missed
-
-    def oldest_reads(self) -> Reads | None:
-        """Return the reads under way that were begun first."""
-        for fetch in self.in_state[State.READING]:
-            return None if fetch.reads is None else fetch.reads.batch
-        return None
 
     def take_reads(self) -> bool:
         """Take the chunks whose reads have all ended, well or not. Return False if there are none."""
@@ -347,38 +340,18 @@ class ChunkLoader:
             self._worker.quarantine.add(reads.batch, slots.close)
         elif fetch.copied is not None and not self._worker.order.is_done(fetch.copied):
             slots.callback(self._release, [fetch])
-            self._loop.when_done(fetch.copied, slots.close)
+            self._loop.when_done(self._loader, fetch.copied, ExitStack.close, slots)
         else:
             slots.close()
             self._release([fetch])
 
-    def close_segments(self) -> None:
-        """Have the pool release the segments of chunks that are done, which may close files and take long."""
-        held, self.to_close = Counter(self.to_close), []
-        self._pool.add(partial(_close_all, held))
-
-    def open_segments(self) -> None:
-        """Have the pool open the segments of what was begun and submit the reads, each load's in its order. Chunks of
-        unlike sets are tasks of their own: where the open of one hangs, other loads still get the others."""
-        to_open, self.to_open = self.to_open, {}
-        for of_load in to_open.values():
-            for _, of_set in itertools.groupby(of_load, lambda fetch: fetch.chunk.entry[entries.FIRST_SET]):
-                left = list(of_set)
-                for first in range(0, len(left), OPENED_TOGETHER):
-                    self._open_in_pool(left[first : first + OPENED_TOGETHER])
-
-    def _open_in_pool(self, fetches: Sequence[Fetch]) -> None:
-        held = HeldSegments(len(fetches))
+    def _open(self, fetches: Sequence[Fetch]) -> None:
+        """Have the pool open the segments of some chunks of a load and a set, and submit their reads, in order."""
+        self.set_state(fetches, State.OPENING)
+        held = HeldSegments(fetches[0].namespace, len(fetches), is_anew=fetches[0].was_reread)
         for fetch in fetches:
             fetch.held = held
         self._pool.add(partial(self._submit_reads, fetches, held), partial(self._opened, fetches))
-
-    def _open(self, fetches: Sequence[Fetch]) -> None:
-        """Open the segments of new chunks of one load, or of one chunk."""
-        self.set_state(fetches, State.OPENING)
-        first = fetches[0]
-        load = first.wanted_by[0].load if first.wanted_by else None
-        self.to_open.setdefault((load, first.was_reread), []).extend(fetches)
 
     def _open_again(self, fetch: Fetch) -> None:
         self._release([fetch])
@@ -394,20 +367,19 @@ class ChunkLoader:
     def _submit_reads(self, fetches: Sequence[Fetch], held: HeldSegments) -> list[FileReads | Exception | None]:
         """Submit the reads, on a thread of the pool. Return the result of each chunk, and None for those after the
         first that failed: most often they fail like it, and their load ends there."""
-        lands_below = self._landing is not None
-        chunks = [(fetch.chunk, fetch.host_slot if lands_below else fetch.slot) for fetch in fetches]
-        first = fetches[0]
-        results = self.reader.begin(first.namespace, chunks, held, anew=first.was_reread)
+        chunks = []
+        for fetch in fetches:
+            chunks.append((fetch.chunk, fetch.slot if self._landing is None else fetch.host_slot))
+        results = self.reader.begin(chunks, held)
         for fetch, result in zip(fetches, results, strict=False):
             if isinstance(result, FileReads):
                 fetch.reads = result
         return [*results, *[None] * (len(fetches) - len(results))]
 
-    def _opened(self, fetches: Sequence[Fetch], results: object) -> None:
+    def _opened(self, fetches: Sequence[Fetch], results: Any) -> None:
         if isinstance(results, Exception):  # the pool is closed
             results = [results] * len(fetches)
-        assert isinstance(results, list)
-        begun = list[Fetch]()
+        begun, again = list[Fetch](), list[Fetch]()
         for fetch, result in zip(fetches, results, strict=True):
             if isinstance(result, FileReads) and fetch.state is State.OPENING:
                 fetch.sources = result.sources
@@ -419,8 +391,10 @@ class ChunkLoader:
             elif fetch.state is State.DROPPED:
                 self.abandon(fetch)
             elif result is None:
-                self._release([fetch])
-                self._open([fetch])
+                again.append(fetch)
+        if again:
+            self._release(again)
+            self._open(again)
 
     def _judged(self, fetch: Fetch, result: object) -> None:
         if fetch.state is State.DROPPED:
@@ -480,9 +454,10 @@ class ChunkLoader:
         mark = self._worker.order.begin_copies(pairs)
         for fetch in fetches:
             fetch.copied = mark
-        self._loop.when_done(mark, partial(self._copied_up, fetches, mark))
+        self._loop.when_done(self._loader, mark, self._copied_up, (fetches, mark))
 
-    def _copied_up(self, fetches: Sequence[Fetch], mark: Mark) -> None:
+    def _copied_up(self, copied: tuple[Sequence[Fetch], Mark]) -> None:
+        fetches, mark = copied
         still = [fetch for fetch in fetches if fetch.state is State.COPYING and fetch.copied is mark]
         self.set_state(still, State.ARRIVED)
 
@@ -532,7 +507,7 @@ class ChunkLoader:
             arena.release_each([(slot, fetch.chunk.key) for fetch, slot, is_leased in slots if is_leased])
             arena.discard(*[slot for _, slot, is_leased in slots if not is_leased])
 
-        def end() -> None:
+        def end(_: object) -> None:
             self._n_host_copies -= len(copied)
             host.commit([(host_slot, fetch.chunk.key, fetch.sources) for fetch, host_slot in copied])
             give_back(landed[: len(copied)])
@@ -545,18 +520,21 @@ class ChunkLoader:
                 mark = order.begin_copies(pairs)
                 refused.pop_all()
             self._n_host_copies += len(copied)
-            self._loop.when_done(mark, end)
+            self._loop.when_done(self._loader, mark, end, None)
 
     def _release(self, fetches: Sequence[Fetch]) -> None:
-        """Release leases of host slots, and open segments with the next `close_segments`."""
+        """Release leases of host slots, and open segments."""
         leases = list[tuple[int, bytes]]()
+        held = Counter[HeldSegments]()
         for fetch in fetches:
             if fetch.held is not None:
-                self.to_close.append(fetch.held)
+                held[fetch.held] += 1
                 fetch.held = None
             if fetch.origin is Origin.HOST and fetch.host_slot >= 0:
                 leases.append((fetch.host_slot, fetch.chunk.key))
                 fetch.host_slot = -1
+        for segments, n_chunks in held.items():
+            segments.release(n_chunks)
         if leases and self._worker.host is not None:
             self._worker.host.release_each(leases)
 
@@ -571,9 +549,3 @@ class ChunkLoader:
         blocks, rest = divmod(chunk.first_token, self._worker.pages.block_tokens)
         assert rest == 0, "local hits end at a block"
         return blocks
-
-
-def _close_all(held: Counter[HeldSegments]) -> None:
-    with ExitStack() as all_of_them:  # each is released, also if another one's release raises
-        for each, n_chunks in held.items():
-            all_of_them.callback(each.release, n_chunks)

@@ -1,4 +1,4 @@
-"""Loads of a worker, as half of its transfer loop: which chunks are brought, in which order, and for whom.
+"""Loads of a worker, as part of its transfer loop: which chunks are brought, in which order, and for whom.
 
 A turn takes what has ended (reads, copies, scatters, work of the pool), verifies what has arrived and scatters what is
 verified, whichever loads it belongs to, in one launch each, and begins as many reads as are worth having under way.
@@ -8,24 +8,27 @@ never reach the engine (I2): from the first bad chunk on, the blocks are reporte
 
 from __future__ import annotations
 
-import threading
+import math
 from bisect import insort
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from operator import attrgetter
+from typing import Any
 
 from kvtier.arena.admission import Admissions
 from kvtier.errors import Corrupt, TierUnavailable
+from kvtier.index.entry import FIRST_SET
 from kvtier.maintenance.record_check import Rechecks
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan
 from kvtier.runtime import metrics as names
 from kvtier.runtime.repeated_log import RepeatedLog, cause_of
 from kvtier.runtime.threads import Jobs
 from kvtier.worker.context import WorkerContext
+from kvtier.worker.cuda_events import Mark
 from kvtier.worker.loading import ChunkLoader, Fetch, Load, Part, State
-from kvtier.worker.loop import IDLE, TransferLoop, Turn
+from kvtier.worker.loop import Then, TransferLoop, Turn
 from kvtier.worker.record_reader import FetchFailed, SegmentGone
 
 # Chunks that may hold slots at a time, over all loads. A chunk is opened, read, verified and scattered in turns of its
@@ -40,74 +43,39 @@ MOVED_MAX, MOVED_BYTES = 8, 8 << 20
 # A load waits behind those that were asked for earlier, unless they are larger: each counts as asked for later by the
 # time that its bytes take at this rate.
 ORDER_BYTES_S = 10e9
-CLOSED_TOGETHER = 16  # chunks whose segments are released together while loads are under way
 ANSWER_LOOK_S = 0.05  # interval at which a thread that waits for an answer checks for passed deadlines, seconds
 
 _n_pending_of, _waiting_of, _deadline_of, _turn_of = map(attrgetter, ("n_pending", "waiting", "deadline_s", "turn_s"))
 _first_token_of = attrgetter("first_token")
 
 
-class LoadAnswers:
-    """Answers of loads, taken by the engine's thread. Thread-safe."""
-
-    def __init__(self, worker: WorkerContext) -> None:
-        self._worker = worker
-        self._changed = threading.Condition()
-        self._unanswered: dict[Load, None] = {}
-        self._done: list[LoadDone] = []
-        self._timings: list[tuple[int, float]] = []
-
-    def expect(self, load: Load) -> None:
-        with self._changed:
-            self._unanswered[load] = None
-
-    def unanswered(self) -> list[Load]:
-        with self._changed:
-            return list(self._unanswered)
-
-    def add(self, load: Load, done: LoadDone) -> None:
-        with self._changed:
-            del self._unanswered[load]
-            self._done.append(done)
-            if not done.failed_blocks:
-                n_tokens = tokens_of(self._worker, load.plan.chunks)
-                self._timings.append((n_tokens, self._worker.clock() - load.asked_s))
-            self._changed.notify_all()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return True once there is an answer to take."""
-        with self._changed:
-            return bool(self._done) or self._changed.wait(timeout_s)
-
-    def take(self) -> tuple[list[LoadDone], list[tuple[int, float]]]:
-        """Return the answers since the last take, and (tokens, seconds from request to end) of the complete loads."""
-        with self._changed:
-            done, self._done = self._done, []
-            timings, self._timings = self._timings, []
-        return done, timings
-
-
 class Loader:
-    """`load` and `take_done` are called on the engine's thread, all else on the loop's.
+    """Part of the loop (kvtier.worker.loop.LoopPart). `load`, `is_busy` and `take_done` are called on the engine's
+    thread, all else on the loop's.
 
     Args:
         pool: run what may wait for storage or the index.
     """
 
     def __init__(self, worker: WorkerContext, admit: Admissions, loop: TransferLoop, pool: Jobs) -> None:
+        self.work: list[Load] = []  # in the order in which they are served
+        self.marks: list[tuple[Mark, Then, Any]] = []
+        self.due_s = math.inf
         self._worker = worker
         self._loop = loop
         self._pool = loop.pool(pool)
         self._chunks = ChunkLoader(worker, admit, self, loop, self._pool)
-        self._answers = LoadAnswers(worker)
         self._log = RepeatedLog(worker.clock)
-        self._loads: list[Load] = []  # in the order in which they are served
+        self._unanswered: dict[Load, None] = {}  # the engine's thread adds, the loop's removes
+        # Under the loop's lock:
+        self._done: list[LoadDone] = []
+        self._timings: list[tuple[int, float]] = []
         self._fetches: dict[bytes, Fetch] = {}
         slot_bytes, is_device = worker.arena.slot_bytes, worker.arena.is_device
         self._window = max(WINDOW_MIN, min(WINDOW_MAX, WINDOW_BYTES // slot_bytes))  # chunks that hold slots at a time
         self._together = TOGETHER_MAX if is_device else max(1, min(MOVED_MAX, MOVED_BYTES // slot_bytes))
         self._lacks_slot = False
-        loop.halves.append(self)
+        loop.parts.append(self)
 
     @property
     def rechecks(self) -> Rechecks:
@@ -123,34 +91,34 @@ class Loader:
         deadline_s = now_s + self._worker.timeout_s
         after = self._worker.order.mark()
         load = Load(plan, after, now_s, deadline_s, turn_s, waiting, n_chunks, n_chunks)
-        self._answers.expect(load)
+        self._unanswered[load] = None
         if not self._loop.post(self._take, load):  # closed
             self._answer(load)
 
     def is_busy(self) -> bool:
         """Return True while a load is under way. Called on any thread."""
-        return bool(self._answers.unanswered())
+        return bool(self._unanswered)
 
     def take_done(self, timeout_s: float) -> tuple[list[LoadDone], list[tuple[int, float]]]:
-        """Return the answers since the last take, as `LoadAnswers.take` does; wait at most `timeout_s` for one."""
+        """Return the answers since the last take, and (tokens, seconds from request to end) of the complete loads; wait
+        at most `timeout_s` for one."""
         ends_s = self._worker.clock() + timeout_s
         while True:
             self._loop.look()
             left_s = ends_s - self._worker.clock()
-            if left_s <= 0 or self._answers.wait(min(left_s, ANSWER_LOOK_S)):
-                return self._answers.take()
-
-    def is_due(self, now_s: float) -> bool:
-        """Return True if a deadline has passed, or others may have given back a slot."""
-        return self._lacks_slot or min(map(_deadline_of, self._answers.unanswered()), default=now_s + 1) <= now_s
+            with self._loop.changed:
+                if not self._done and left_s > 0:
+                    self._loop.changed.wait(min(left_s, ANSWER_LOOK_S))
+                if self._done or left_s <= 0:
+                    done, self._done = self._done, []
+                    timings, self._timings = self._timings, []
+                    return done, timings
 
     # --- the loop's thread ---
 
     def turn(self) -> Turn:
         """Take every chunk as far as it goes now."""
-        chunks, loads = self._chunks, self._loads
-        if not loads and not self._fetches and not chunks.to_close and not chunks.to_open:
-            return IDLE
+        chunks, loads = self._chunks, self.work
         reading, arrived = chunks.in_state[State.READING], chunks.in_state[State.ARRIVED]
         verified, suspect = chunks.in_state[State.VERIFIED], chunks.in_state[State.SUSPECT]
         has_moved = goes_on = self._lacks_slot = False
@@ -163,7 +131,8 @@ class Loader:
             has_moved, goes_on = self._scatter(has_moved)
         if suspect:
             has_moved |= self._judge()
-        if loads and min(map(_deadline_of, loads)) <= self._worker.clock():
+        deadline_s = min(map(_deadline_of, loads))
+        if deadline_s <= self._worker.clock():
             has_moved |= self._expire()
         if any(map(_waiting_of, loads)) and self._begin():
             has_moved = True
@@ -171,20 +140,15 @@ class Loader:
         if not all(map(_n_pending_of, loads)):
             self._answer_ended()
             has_moved = True
-        if chunks.to_open:
-            chunks.open_segments()
-        goes_on |= bool(arrived)
-        has_next_turn = has_moved and (goes_on or bool(reading))
-        if len(chunks.to_close) >= (CLOSED_TOGETHER if has_next_turn else 1):
-            chunks.close_segments()
-        is_polled = self._lacks_slot and not self._pool.is_busy
-        n_bytes = len(reading) * self._worker.arena.slot_bytes
-        return Turn(has_moved, goes_on, chunks.oldest_reads(), n_bytes, is_polled)
+        self.due_s = -math.inf if self._lacks_slot else deadline_s if loads else math.inf
+        is_polled = self._lacks_slot and not self._loop.n_tasks
+        first = next(iter(reading), None)
+        io = None if first is None or first.reads is None else first.reads.batch
+        return Turn(has_moved, goes_on or bool(arrived), io, len(reading) * self._worker.arena.slot_bytes, is_polled)
 
-    def _take(self, load: object) -> None:
-        assert isinstance(load, Load)
+    def _take(self, load: Load) -> None:
         load.begun_s = load.moved_s = self._worker.clock()
-        insort(self._loads, load, key=_turn_of)
+        insort(self.work, load, key=_turn_of)
 
     def _scatter(self, has_moved: bool) -> tuple[bool, bool]:
         """Launch the scatter of verified chunks of all loads whose blocks are free to be written. If there is no such
@@ -206,7 +170,7 @@ class Loader:
             fetch.n_moving += 1
             part.load.n_scattered += 1
             part.load.moved_s = now_s
-        self._loop.when_done(mark, partial(self._landed, moving))
+        self._loop.when_done(self, mark, self._landed, moving)
         return True, len(moving) < len(verified)
 
     def _next_verified(self) -> list[tuple[Fetch, Part]]:
@@ -217,7 +181,7 @@ class Loader:
             for part in fetch.wanted_by:
                 by_load.setdefault(part.load, {})[part.number] = fetch, part
         found = []
-        for load in self._loads:
+        for load in self.work:
             parts, number = by_load.get(load, {}), load.n_scattered
             while number in parts:
                 found.append(parts[number])
@@ -251,7 +215,7 @@ class Loader:
 
     def _expire(self) -> bool:
         now_s, has_moved = self._worker.clock(), False
-        for load in self._loads:
+        for load in self.work:
             if load.deadline_s <= now_s and load.end:
                 has_moved = True
                 reading = self._chunks.in_state[State.READING]
@@ -266,8 +230,8 @@ class Loader:
     def _begin(self) -> bool:
         """Begin chunks of the loads in their order, as many as the window and the arena have room for."""
         has_moved, is_full = False, False
-        held_up = self._held_up() if len(self._loads) > 1 else set()
-        for load in self._loads:
+        held_up = self._held_up() if len(self.work) > 1 else set()
+        for load in self.work:
             while load.waiting:
                 part = Part(load, load.waiting[-1])
                 fetch = self._fetches.get(part.chunk.key)
@@ -284,9 +248,10 @@ class Loader:
         """Begin the next chunks of a load, which are in no fetch. Return False if there is no room."""
         plan, room = load.plan, min(self._chunks.begun_together, self._window - len(self._fetches))
         begun: dict[bytes, Fetch] = {}
+        first_set = plan.chunks[load.waiting[-1]].entry[FIRST_SET]  # where its file hangs, others are still opened
         for number in islice(reversed(load.waiting), max(0, room)):
             chunk = plan.chunks[number]
-            if chunk.key in self._fetches or chunk.key in begun:
+            if chunk.key in self._fetches or chunk.key in begun or chunk.entry[FIRST_SET] != first_set:
                 break
             begun[chunk.key] = Fetch(plan.namespace, chunk, [Part(load, number)])
         if not begun:
@@ -302,7 +267,7 @@ class Loader:
         if self._worker.quarantine.is_due(self._worker.clock()):
             self._pool.add(self._worker.quarantine.sweep)
         n_waiting = len(self._chunks.in_state[State.VERIFIED]) + len(self._chunks.in_state[State.SUSPECT])
-        if self._fetches and not self._loop.marks and n_waiting == len(self._fetches):
+        if self._fetches and not self.marks and n_waiting == len(self._fetches):
             # All slots are held by chunks that wait for this one: the one that was begun last gives its slot up.
             self.begin_again(next(reversed(self._fetches.values())))
         return False
@@ -312,12 +277,12 @@ class Loader:
         give the slots of chunks behind it to the others, for one segment that hangs is not to stop all loads."""
         long_ago_s = self._worker.clock() - self._worker.timeout_s / 4
         held_up = set()
-        for load in self._loads:
+        for load in self.work:
             if load.moved_s < long_ago_s and load.n_scattered < load.end:
                 fetch = self._fetches.get(load.plan.chunks[load.n_scattered].key)
                 if fetch is not None and fetch.state in (State.OPENING, State.READING):
                     held_up.add(load)
-        if not held_up or not any(load.waiting for load in self._loads if load not in held_up):
+        if not held_up or not any(load.waiting for load in self.work if load not in held_up):
             return set()
         for fetch in list(self._chunks.in_state[State.VERIFIED]):
             if not fetch.n_moving and all(part.load in held_up for part in fetch.wanted_by):
@@ -384,17 +349,15 @@ class Loader:
             part.load.wait_again(part.number)
 
     def waits_for_storage(self) -> bool:
-        if not any(load.waiting for load in self._loads):
+        if not any(load.waiting for load in self.work):
             return True
         return len(self._chunks.in_state[State.READING]) >= self._window // 2
 
     # --- answers ---
 
     def _answer_ended(self) -> None:
-        loads, self._loads = self._loads, []
-        ended = list[Load]()
-        for load in loads:
-            (self._loads if load.n_pending else ended).append(load)
+        ended = [load for load in self.work if not load.n_pending]
+        self.work[:] = filter(_n_pending_of, self.work)
         for load in ended:
             self._end(load)
 
@@ -424,12 +387,17 @@ class Loader:
             self._chunks.reader.retract_gone(namespace, chunks)
 
     def _answer(self, load: Load) -> None:
-        missing = load.plan.chunks[load.n_landed :]
-        first_block = self._chunks.first_block
-        failed = frozenset(block for chunk in missing for block in chunk.block_ids[first_block(chunk) :])
+        worker, plan, failed = self._worker, load.plan, set[int]()
+        for chunk in plan.chunks[load.n_landed :]:
+            failed.update(chunk.block_ids[self._chunks.first_block(chunk) :])
         if failed:
-            self._worker.metrics.add(names.LOAD_FAILURES)
-        self._answers.add(load, LoadDone(load.plan.request_id, failed))
+            worker.metrics.add(names.LOAD_FAILURES)
+        del self._unanswered[load]
+        with self._loop.changed:
+            self._done.append(LoadDone(plan.request_id, frozenset(failed)))
+            if not failed:
+                self._timings.append((tokens_of(worker, plan.chunks), worker.clock() - load.asked_s))
+            self._loop.changed.notify_all()
 
     def give_up(self) -> None:
         """End all loads that were taken."""
@@ -437,8 +405,8 @@ class Loader:
             fetch.wanted_by = []
             with suppress(Exception):
                 self._drop(fetch)
-        self._loads.clear()
-        for load in self._answers.unanswered():
+        self.work.clear()
+        for load in list(self._unanswered):
             if load.begun_s:
                 self._answer(load)
 

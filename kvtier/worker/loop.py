@@ -1,29 +1,39 @@
 """Transfer loop: one thread that owns the state of a worker's loads and saves, and never waits for storage or index.
 
-Other threads hand it work with `post`. What may wait runs on the threads of a pool, and comes back with `post`. A turn
-takes what was posted and what the device has done, and then runs the steps of the loads and those of the saves. The
-loop is a job: it ends when only a pool or the engine can give it work, and they wake it.
+Other threads hand it work with `post`. What may wait for storage or index is a task of a pool of threads, whose result
+comes back as a post. A turn takes what was posted and what the device has done, and then runs the steps of each part:
+the loads, the copies of saves, and their records. The loop is a job: it ends when only a task or the engine can give it
+work, and they start it again.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
+from kvtier.errors import KVTierError, TierUnavailable
 from kvtier.io.base import Reads
 from kvtier.runtime.threads import Jobs
 from kvtier.worker.context import WorkerContext
 from kvtier.worker.cuda_events import Mark
-from kvtier.worker.task_pool import TaskPool, Then
+from kvtier.worker.record_reader import FetchFailed
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.0003, 0.008  # pause after a turn in which nothing had ended; it doubles up to the maximum
 # Pause after any turn while I/O is queued for longer. Each turn takes the interpreter lock from the engine: beside 16
 # loads of 12,000 tokens, 16 decoding requests got 1.1 to 2 times as many tokens, and the last load ended between 1 %
 # later and 11 % earlier (two H100).
 QUEUED_PAUSE_S, QUEUED_BYTES = 0.004, 512 << 20
+TASKS_MAX = 4096  # tasks of a pool that wait for a thread: more than all chunks under way can have (I4)
+STUCK_S = 1.0  # a task that runs for so long may hang in the kernel, seconds; at most a quarter of the timeout
+
+Then = Callable[[Any], None]
+_due_of, _marks_of = attrgetter("due_s"), attrgetter("marks")
 
 
 class Turn(NamedTuple):
@@ -38,18 +48,22 @@ class Turn(NamedTuple):
     is_polled: bool = False
 
 
-IDLE = Turn()
+class LoopPart(Protocol):
+    """Part of the loop's work, called on its thread.
 
+    work: chunks or loads under way; without any, there is no turn. marks: (mark of launches or copies that are under
+    way, callback that runs once it is done, its argument). due_s: time at which there is work that comes with time
+    alone, such as a deadline, as of the last turn.
+    """
 
-class Half(Protocol):
-    """The loads or the saves. All methods but `is_due` are called on the loop's thread."""
+    marks: list[tuple[Mark, Then, Any]]
+    due_s: float
+
+    @property
+    def work(self) -> Collection[Any]: ...
 
     def turn(self) -> Turn:
         """Take every chunk as far as it goes now."""
-        ...
-
-    def is_due(self, now_s: float) -> bool:
-        """Return True if the loop has work that comes with time alone, such as a deadline. Called on any thread."""
         ...
 
     def give_up(self) -> None:
@@ -58,59 +72,67 @@ class Half(Protocol):
 
 
 class TransferLoop:
-    """`post`, `look` and `pool` may be called on any thread, all else on the loop's.
-
-    marks: (mark of launches or copies that are under way, callback that runs once it is done).
+    """`post`, `look` and `drain` may be called on any thread, all else on the loop's.
 
     Args:
         jobs: run the loop, on one thread.
     """
 
     def __init__(self, worker: WorkerContext, jobs: Jobs) -> None:
-        self.halves: list[Half] = []
+        self.parts: list[LoopPart] = []
         self._worker = worker
         self._jobs = jobs
-        self._pools: list[TaskPool] = []
-        self.marks: list[tuple[Mark, Callable[[], None]]] = []
+        self._pools: list[Jobs] = []
         self._pause_s = PAUSE_MIN_S
         # All threads use these, under the lock:
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
+        self.n_tasks = 0  # queued and running ones of all pools
         self._is_running = False
         self._posted: deque[tuple[Then, Any]] = deque()
-        self.n_posted = 0
 
     def pool(self, jobs: Jobs) -> TaskPool:
         """Return a pool of threads whose results come back to the loop."""
-        made = TaskPool(jobs, self._worker.clock, self._worker.timeout_s, self.post)
-        self._pools.append(made)
-        return made
+        self._pools.append(jobs)
+        return TaskPool(self, jobs)
 
-    def post(self, then: Then, value: Any) -> bool:
-        """Have `then(value)` called on the loop's thread. Return False if the loop is closed, and it will not be."""
-        with self._changed:
-            self._posted.append((then, value))
-            self.n_posted += 1
-            if self._wake():
+    def post(self, then: Then | None, value: Any = None) -> bool:
+        """Have a turn made that begins with `then(value)`. Return False if the loop is closed, and makes none."""
+        with self.changed:
+            if then is not None:
+                self._posted.append((then, value))
+            if self._is_running:
+                self.changed.notify_all()
                 return True
-            self._posted.pop()
-            return False
+            self._is_running = self._jobs.submit(self._run)
+            if not self._is_running:
+                self._posted.clear()
+            return self._is_running
 
     def look(self) -> None:
-        """Wake the loop where it has work although nothing was posted."""
-        now_s = self._worker.clock()
-        may_be_due: list[Half | TaskPool] = [*self.halves, *self._pools]
-        for each in may_be_due:
-            if each.is_due(now_s):
-                with self._changed:
-                    self._wake()
-                return
+        """Have a turn made if a deadline has passed, and other tasks run beside those that hang."""
+        if min(map(_due_of, self.parts)) <= self._worker.clock():
+            self.post(None)
+        if self.n_tasks:
+            for jobs in self._pools:
+                jobs.widen(min(STUCK_S, self._worker.timeout_s / 4))
 
-    def when_done(self, mark: Mark, then: Callable[[], None]) -> None:
-        """Run `then` on the loop's thread once the mark is done."""
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is under way. Return False when `timeout_s` was not enough."""
+        ends_s = time.monotonic() + timeout_s
+        with self.changed:
+            while self._is_running or self.n_tasks:
+                left_s = ends_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self.changed.wait(left_s)
+            return True
+
+    def when_done(self, part: LoopPart, mark: Mark, then: Then, value: Any) -> None:
+        """Have `then(value)` called once the mark is done."""
         if mark is None:  # on the CPU
-            then()
+            then(value)
         else:
-            self.marks.append((mark, then))
+            part.marks.append((mark, then, value))
 
     def turn(self) -> Turn:
         """Take all work as far as it goes now."""
@@ -118,29 +140,19 @@ class TransferLoop:
         for _ in range(len(self._posted)):  # one at a time: if one raises, the others are not lost
             then, value = self._posted.popleft()
             then(value)
-        if self.marks:
-            has_moved |= self._take_marks()
-        for pool in self._pools:
-            if pool.n_stuck or (pool.tasks and pool.is_due(self._worker.clock())):
-                pool.staff()
         goes_on, io, n_bytes, is_polled = False, None, 0, False
-        for half in self.halves:
-            turn = half.turn()
-            if turn is not IDLE:
+        for part in self.parts:
+            if part.marks:
+                has_moved |= self._take_marks(part)
+            if part.work:
+                turn = part.turn()
                 has_moved |= turn.has_moved
                 goes_on |= turn.goes_on
                 io = io or turn.io
                 n_bytes += turn.n_bytes
                 is_polled |= turn.is_polled
-        return Turn(has_moved, goes_on, io, n_bytes, is_polled or bool(self.marks))
-
-    def _wake(self) -> bool:
-        """Have the loop run. Return False if it is closed. The caller holds the lock."""
-        if self._is_running:
-            self._changed.notify_all()
-            return True
-        self._is_running = self._jobs.submit(self._run)
-        return self._is_running
+            is_polled |= bool(part.marks)
+        return Turn(has_moved, goes_on, io, n_bytes, is_polled)
 
     def _run(self) -> None:
         try:
@@ -153,11 +165,12 @@ class TransferLoop:
                         continue
                 if turn.goes_on:
                     continue
-                with self._changed:
+                with self.changed:
                     if self._posted:
                         continue
                     if turn.io is None and not turn.is_polled:
                         self._is_running = False
+                        self.changed.notify_all()
                         return
                 self._pause(turn.io)
         except BaseException:  # our bug, or CUDA's: no chunk is left without an answer, and no slot is lost
@@ -166,37 +179,76 @@ class TransferLoop:
 
     def _pause(self, io: Reads | None) -> None:
         """Wait in native code for what ends next, without the interpreter lock."""
+        marks = next(filter(None, map(_marks_of, self.parts)), None)
         if io is not None:
             io.wait(self._pause_s)
-        elif self.marks:
-            self._worker.order.wait_within(self.marks[0][0], self._pause_s)
+        elif marks:
+            self._worker.order.wait_within(marks[0][0], self._pause_s)
         else:
             self._wait_for_posts(self._pause_s)
         self._pause_s = min(PAUSE_MAX_S, 2 * self._pause_s)
 
     def _wait_for_posts(self, timeout_s: float) -> None:
-        with self._changed:
+        with self.changed:
             if not self._posted:
-                self._changed.wait(timeout_s)
+                self.changed.wait(timeout_s)
 
-    def _take_marks(self) -> bool:
-        done = [entry for entry in self.marks if self._worker.order.is_done(entry[0])]
+    def _take_marks(self, part: LoopPart) -> bool:
+        done = [entry for entry in part.marks if self._worker.order.is_done(entry[0])]
         for entry in done:
-            self.marks.remove(entry)
-            entry[1]()
+            part.marks.remove(entry)
+            _, then, value = entry
+            then(value)
         return bool(done)
 
     def _give_up(self) -> None:
         """End all that was taken, after what was launched for it has ended; what was posted goes on."""
-        marks, self.marks = self.marks, []
-        for mark, then in marks:
+        for part in self.parts:
+            marks, part.marks = part.marks, []
+            for mark, then, value in marks:
+                with suppress(Exception):
+                    self._worker.order.wait(mark)
+                    then(value)
+        for part in self.parts:
             with suppress(Exception):
-                self._worker.order.wait(mark)
-                then()
-        for half in self.halves:
-            with suppress(Exception):
-                half.give_up()
-        with self._changed:
+                part.give_up()
+        with self.changed:
             self._is_running = False
-            if self._posted:
-                self._wake()
+            self.changed.notify_all()
+        if self._posted:
+            self.post(None)
+
+
+class TaskPool:
+    """Threads for what may wait for storage or index."""
+
+    def __init__(self, loop: TransferLoop, jobs: Jobs) -> None:
+        self._loop = loop
+        self._jobs = jobs
+
+    def add(self, work: Callable[[], object], then: Then | None = None) -> None:
+        """Run `work` on a thread, and then `then` on the loop's, with its result or its exception."""
+        with self._loop.changed:
+            self._loop.n_tasks += 1
+        if not self._jobs.submit(partial(self._run, work, then)):
+            self._run(_refuse, then)
+
+    def _run(self, work: Callable[[], object], then: Then | None) -> None:
+        result: object = None
+        try:
+            result = work()
+        except (FetchFailed, KVTierError, OSError) as fault:
+            result = fault
+        except BaseException:
+            result = TierUnavailable("a fault of kvtier's own")
+            raise
+        finally:
+            if then is not None:
+                self._loop.post(then, result)
+            with self._loop.changed:
+                self._loop.n_tasks -= 1
+                self._loop.changed.notify_all()
+
+
+def _refuse() -> None:
+    raise TierUnavailable("the worker is closed")

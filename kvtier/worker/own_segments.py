@@ -33,6 +33,8 @@ class OwnSegments:
 
     Args:
         writes: content of a record of this rank.
+
+    unpublished: (namespace, set, slot) of records whose saves failed, and that are to be erased.
     """
 
     def __init__(self, worker: WorkerContext, writes: Extent) -> None:
@@ -40,7 +42,7 @@ class OwnSegments:
         self.writes = writes
         self.slab_bytes = slab_bytes(worker.codec, worker.geometry, writes)
         self.record_bytes = record_bytes(writes, self.slab_bytes)
-        self._unpublished: deque[tuple[bytes, int, int]] = deque(maxlen=UNPUBLISHED_MAX)  # namespace, set, slot
+        self.unpublished: deque[tuple[bytes, int, int]] = deque(maxlen=UNPUBLISHED_MAX)
         self._log = RepeatedLog(worker.clock)
 
     def lease(self, plan: SavePlan, chunk: SaveChunk, part: int) -> OpenSegment | None:
@@ -119,15 +121,12 @@ class OwnSegments:
     def note_unpublished(self, namespace: bytes, chunks: Iterable[SaveChunk]) -> None:
         """Remember records whose saves failed: they may be whole in their files, or only their headers may be after a
         failed flush, and a rebuild of the index would publish them. No write of them may be under way any more."""
-        self._unpublished.extend((namespace, chunk.set_id, chunk.slot) for chunk in chunks)
-
-    def has_unpublished(self) -> bool:
-        return bool(self._unpublished)
+        self.unpublished.extend((namespace, chunk.set_id, chunk.slot) for chunk in chunks)
 
     def erase_unpublished(self) -> None:
         """Blank the headers of these records. What the storage refuses stays for the next call; so does all while
         another process sweeps or rebuilds, for it may have read the records and publish them."""
-        first = next(iter(self._unpublished), None)
+        first = next(iter(self.unpublished), None)
         if first is None:
             return
         owner = f"writer of {first[1]:016x}, rank {self._worker.share.rank}"
@@ -143,7 +142,7 @@ class OwnSegments:
         records = []
         with suppress(IndexError):  # another thread may take them as well
             while True:
-                records.append(self._unpublished.popleft())
+                records.append(self.unpublished.popleft())
         by_file: dict[tuple[bytes, int, int], list[int]] = {}
         for namespace, set_id, slot in records:
             file = namespace, set_id, part_of(set_id, self._worker.share.rank, slot)
@@ -157,7 +156,7 @@ class OwnSegments:
                 except (IndexUnavailable, TierUnavailable):
                     is_refused = True
                 if not is_erased:
-                    self._unpublished.extend((namespace, set_id, slot) for slot in slots)
+                    self.unpublished.extend((namespace, set_id, slot) for slot in slots)
 
     def _erase(self, namespace: bytes, set_id: int, part: int, slots: Collection[int]) -> bool:
         """Return False if the file is missing now and may come back.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from typing import NamedTuple
 
 from kvtier.codecs.base import slab_bytes
@@ -23,7 +22,7 @@ from kvtier.maintenance.record_check import Rechecks
 from kvtier.plan import LoadChunk
 from kvtier.runtime import metrics as names
 from kvtier.storage.open_segments import GONE, Name, OpenSegment
-from kvtier.storage.segments import segment_name
+from kvtier.storage.segments import SegmentFiles, segment_name
 from kvtier.storage.stuck_files import StuckFiles
 from kvtier.worker.context import WorkerContext
 from kvtier.worker.read_plan import Source, place_in_file, sources_of
@@ -54,24 +53,25 @@ class FileReads(NamedTuple):
 
 
 class HeldSegments:
-    """Segments that are open for some chunks, and memory that their reads fill, until all chunks have released them.
-    Thread-safe."""
+    """Segments that are open for some chunks of a namespace, and memory that their reads fill, until all chunks have
+    released them. is_anew: through descriptors that are opened for these chunks. Thread-safe."""
 
-    def __init__(self, n_chunks: int) -> None:
+    def __init__(self, namespace: bytes, n_chunks: int, *, is_anew: bool = False) -> None:
+        self.namespace = namespace
+        self.is_anew = is_anew
         self.segments: dict[tuple[int, int], OpenSegment] = {}
         self.pages: list[AlignedBuffer] = []
         self._n_chunks = n_chunks
         self._lock = threading.Lock()
 
     def release(self, n_chunks: int = 1) -> None:
-        """Release for some of the chunks. The last release closes files, which may take long."""
+        """Release for some of the chunks."""
         with self._lock:
             self._n_chunks -= n_chunks
             if self._n_chunks:
                 return
-        with ExitStack() as segments:  # each is released, also if another one's release raises
-            for segment in self.segments.values():
-                segments.callback(segment.release)
+        for segment in self.segments.values():
+            segment.release()
 
 
 class _Prepared(NamedTuple):
@@ -87,14 +87,15 @@ class _Prepared(NamedTuple):
 class RecordReader:
     """Reads records for all loads of a worker. Thread-safe.
 
-    arena: where the bytes land, on the host if records are signed. signs: True if records are signed, so that
-    `judge` must check each chunk.
+    engine: reads the bytes. arena: where they land, on the host if records are signed. signs: True if records are
+    signed, so that `judge` must check each chunk, even if its reads are CLEAN.
     """
 
     def __init__(self, worker: WorkerContext) -> None:
         self._worker = worker
         self._signer = worker.io.signer
         self.signs = self._signer is not None
+        self.engine: Reader = worker.io.ring if self.signs else worker.io.reader
         is_staged = self._signer is not None and worker.host is not None
         self.arena = worker.host if is_staged and worker.host is not None else worker.arena
         self.rechecks = Rechecks(worker.files, worker.index, worker.metrics, worker.clock)
@@ -102,21 +103,18 @@ class RecordReader:
         self.stuck = StuckFiles(worker.timeout_s, worker.clock)
         self._slab_bytes: dict[Extent, int | None] = {}  # of records of this model
 
-    def begin(
-        self, namespace: bytes, chunks: Sequence[tuple[LoadChunk, int]], held: HeldSegments, *, anew: bool = False
-    ) -> list[FileReads | Exception]:
+    def begin(self, chunks: Sequence[tuple[LoadChunk, int]], held: HeldSegments) -> list[FileReads | Exception]:
         """Submit the reads of chunks into their slots, in order up to the first that fails; return what became of each
-        up to that one. The segments stay open until `held` is released, which is not before the reads have ended.
-        anew: through descriptors that are opened for this."""
+        up to that one. The segments stay open until `held` is released, which is not before the reads have ended."""
         begun_s, failed, prepared = self._worker.clock(), list[FileReads | Exception](), list[_Prepared]()
         try:
             # First, because it raises for the namespace of another worker, whose records must not be judged here.
-            self._worker.files(namespace)
+            files = self._worker.files(held.namespace)
             may_be_stuck = self.stuck.has_any
             for chunk, slot in chunks:
                 if may_be_stuck:
                     self.refuse_stuck(chunk)
-                prepared.append(self._prepare(namespace, chunk, slot, held, anew))
+                prepared.append(self._prepare(files, chunk, slot, held))
         except (FetchFailed, KVTierError, OSError) as failure:
             failed = [failure]
         if not prepared:
@@ -127,10 +125,10 @@ class RecordReader:
             return [failure]
         reads: list[FileReads | Exception] = []
         for (key, slot, sources, _, pages), batch in zip(prepared, batches, strict=False):
-            reads.append(FileReads(namespace, key, slot, sources, batch, begun_s, pages, anew))
+            reads.append(FileReads(held.namespace, key, slot, sources, batch, begun_s, pages, held.is_anew))
         return reads + failed if len(reads) == len(prepared) else reads  # else the queue was full
 
-    def _prepare(self, namespace: bytes, chunk: LoadChunk, slot: int, held: HeldSegments, anew: bool) -> _Prepared:
+    def _prepare(self, files: SegmentFiles, chunk: LoadChunk, slot: int, held: HeldSegments) -> _Prepared:
         """Raises FetchFailed, Corrupt, TierUnavailable."""
         located, _ = entries.parse(chunk.entry)
         for location in located:
@@ -144,7 +142,7 @@ class RecordReader:
         for source in sources:
             location = source.location
             name = location.set_id, part_of(location.set_id, location.rank, location.slot)
-            segment = held.segments.get(name) or self._open(namespace, chunk.key, location, name, held, anew)
+            segment = held.segments.get(name) or self._open(files, chunk.key, location, name, held)
             offset = segment.header.offset_of(location.slot, location.extent, location.slab_bytes)
             if offset is None:
                 self.retract(chunk.key, location)
@@ -169,11 +167,6 @@ class RecordReader:
             self.retract(key, location)
             what = f"slabs of {location.slab_bytes} bytes" if is_of_model else str(extent)
             raise FetchFailed(f"{place_of(location)}: {what}: not of this {'codec' if is_of_model else 'model'}")
-
-    @property
-    def engine(self) -> Reader:
-        """Return the engine of the reads. Signed records must be `judge`d even if the reads are CLEAN."""
-        return self._worker.io.reader if self._signer is None else self._worker.io.ring
 
     def refuse_stuck(self, chunk: LoadChunk) -> None:
         """Raise FetchFailed if a segment of the chunk does not answer."""
@@ -267,11 +260,9 @@ class RecordReader:
         except IndexUnavailable:
             self._worker.metrics.add(names.INDEX_ERRORS)
 
-    def _open(
-        self, namespace: bytes, key: bytes, location: Location, name: Name, held: HeldSegments, anew: bool
-    ) -> OpenSegment:
+    def _open(self, files: SegmentFiles, key: bytes, location: Location, name: Name, held: HeldSegments) -> OpenSegment:
         with self.stuck.opening(name):
-            segment = self._lease(namespace, key, location, name, anew)
+            segment = self._lease(files, key, location, name, held)
         if segment is None:
             file = segment_name(*name)
             if self._sharing.may_be_away and self._known_sets({location.set_id}):
@@ -281,22 +272,28 @@ class RecordReader:
             self._worker.metrics.add(names.GONE_CHUNKS)
             raise SegmentGone(f"{file}: it is gone")
         held.segments[name] = segment
-        if anew:
+        if held.is_anew:
             self._worker.io.reopen(segment.fd)
         return segment
 
-    def _lease(self, namespace: bytes, key: bytes, location: Location, name: Name, anew: bool) -> OpenSegment | None:
+    def _lease(
+        self, files: SegmentFiles, key: bytes, location: Location, name: Name, held: HeldSegments
+    ) -> OpenSegment | None:
         """Raises Corrupt, TierUnavailable, FetchFailed."""
-        files = self._worker.files(namespace)
+        if not held.is_anew:
+            try:
+                return files.lease(*name)
+            except Corrupt:
+                if not self.may_be_stale():
+                    self.retract(key, location)
+                    raise
         try:
-            return files.lease_anew(*name) if anew else files.lease(*name)
+            return files.lease_anew(*name)
         except Corrupt as fault:
             if not self.may_be_stale():
                 self.retract(key, location)
                 raise
-            if not anew:
-                return self._lease(namespace, key, location, name, anew=True)
-            self.rechecks.add(namespace, key, location)
+            self.rechecks.add(held.namespace, key, location)
             raise FetchFailed(f"{fault}; it is kept for now, for it may be seen too early") from fault
 
     def _op(self, key: bytes, slot: int, source: Source, segment: OpenSegment, offset: int) -> ReadOp:

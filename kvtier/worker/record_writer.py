@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -26,9 +25,9 @@ from kvtier.runtime.repeated_log import RepeatedLog, cause_of
 from kvtier.storage.filesystem import FULL
 from kvtier.storage.open_segments import OpenSegment
 from kvtier.worker.context import ChunkArena, WorkerContext
-from kvtier.worker.loop import Turn
+from kvtier.worker.cuda_events import Mark
+from kvtier.worker.loop import TaskPool, Then, Turn
 from kvtier.worker.own_segments import OwnSegments
-from kvtier.worker.task_pool import TaskPool
 
 OPEN_GRACE_S = 0.25  # a batch that is OPENING so long after its deadline is given up, seconds
 FULL_PAUSE_S = 0.5  # pause after a save met a full disk or quota; the next one finds out whether there is room, seconds
@@ -77,7 +76,8 @@ class Staged:
 class SaveBatch:
     """Chunks of one namespace that are in one state together, from OPENING on.
 
-    held: open segments. files: descriptors that are written. io: writes or flushes under way. results: of the writes.
+    held: segments that are open for it. files: descriptors that are written. io: writes or flushes under way. results:
+    of the writes.
     """
 
     namespace: bytes
@@ -85,7 +85,7 @@ class SaveBatch:
     state: SaveState
     begun_s: float
     deadline_s: float
-    held: ExitStack = field(default_factory=ExitStack)
+    held: list[OpenSegment] = field(default_factory=list)
     files: list[int] = field(default_factory=list)
     io: Reads | None = None
     results: list[OpResult] = field(default_factory=list)
@@ -99,7 +99,9 @@ Opened = OpenSegment | SaveOutcome | Exception  # of one chunk
 
 
 class Ends(Protocol):
-    """Services of the saver that the writer calls."""
+    """Services of the saver that the writer calls. staged: all chunks that are not answered yet."""
+
+    staged: dict[Staged, None]
 
     def end(self, staged: Sequence[Staged], outcome: SaveOutcome, *, frees_slots: bool = True) -> bool:
         """Answer chunks and give their slots back. Return False if there are none."""
@@ -111,7 +113,8 @@ class Ends(Protocol):
 
 
 class RecordWriter:
-    """Writer of the records of a rank. Not thread-safe: called on the loop's thread, but for what its methods say.
+    """Writer of the records of a rank: part of the loop (kvtier.worker.loop.LoopPart). Called on the loop's thread, but
+    for what methods say.
 
     ready: chunks to write. arena: the arena in host memory from which they are written.
 
@@ -120,6 +123,9 @@ class RecordWriter:
     """
 
     def __init__(self, worker: WorkerContext, pool: TaskPool, saver: Ends) -> None:
+        self.work = saver.staged
+        self.marks: list[tuple[Mark, Then, Any]] = []
+        self.due_s = math.inf
         self.disk = Backoff()
         self.segments = OwnSegments(worker, worker.share.writes or worker.share.reads)
         self.ready: list[Staged] = []
@@ -132,29 +138,26 @@ class RecordWriter:
         self._whole = worker.geometry.whole
         self._slots_used: dict[tuple[bytes, int], tuple[int, int]] = {}
 
-    def is_due(self, now_s: float) -> bool:
-        """Return True if a segment does not open in time. Called on any thread."""
-        for batch in list(self._batches):
-            if batch.state is SaveState.OPENING and batch.deadline_s < now_s - OPEN_GRACE_S:
-                return True
-        return False
-
     def turn(self) -> Turn:
         """Take every batch as far as it goes now."""
         has_moved = goes_on = False
         now_s = self._worker.clock()
         for batch in list(self._batches):
             if batch.io is not None and batch.io.wait(0):
-                self._take_io(batch)
+                results, batch.io = batch.io.results(), None
+                (self._written if batch.state is SaveState.WRITING else self._flushed)(batch, results)
                 has_moved = True
             elif batch.deadline_s <= now_s and self._expire(batch, now_s):
                 has_moved = True
         if self.ready and self._begin(now_s):
             has_moved, goes_on = True, bool(self.ready)
-        first, n_writing = None, 0
+        first, n_writing, self.due_s = None, 0, math.inf
         for batch in self._batches:
             first = first or batch.io
-            n_writing += len(batch.staged) if batch.state is SaveState.WRITING else 0
+            if batch.state is SaveState.WRITING:
+                n_writing += len(batch.staged)
+            elif batch.state is SaveState.OPENING:
+                self.due_s = min(self.due_s, batch.deadline_s + OPEN_GRACE_S)
         return Turn(has_moved, goes_on, first, n_writing * self._worker.arena.slot_bytes)
 
     def _begin(self, now_s: float) -> bool:
@@ -212,23 +215,20 @@ class RecordWriter:
             set_id, slot = item.chunk.set_id, item.chunk.slot
             file = set_id, part_of(set_id, self._worker.share.rank, slot)
             if entry is None and file not in by_file:
-                by_file[file] = self._lease(batch, item, file[1])
+                try:
+                    segment = self.segments.lease(item.plan, item.chunk, file[1])
+                except (KVTierError, OSError) as fault:
+                    by_file[file] = fault
+                else:
+                    by_file[file] = segment or SaveOutcome.FAILED
+                    if segment is not None:
+                        batch.held.append(segment)
             results.append(by_file[file] if entry is None else SaveOutcome.PRESENT)
         return results
 
-    def _lease(self, batch: SaveBatch, item: Staged, part: int) -> Opened:
-        try:
-            segment = self.segments.lease(item.plan, item.chunk, part)
-        except (KVTierError, OSError) as fault:
-            return fault
-        if segment is None:
-            return SaveOutcome.FAILED
-        batch.held.callback(segment.release)
-        return segment
-
     def _opened(self, batch: SaveBatch, results: Any) -> None:
         if batch.state is SaveState.HUNG:
-            self._drop(batch)
+            self._finish(batch)
             return
         if isinstance(results, Exception):  # the pool is closed
             results = [results] * len(batch.staged)
@@ -245,29 +245,25 @@ class RecordWriter:
         if leased:
             self._write(batch, segments)
         else:
-            self._drop(batch)
+            self._finish(batch)
 
     def _write(self, batch: SaveBatch, segments: Sequence[OpenSegment]) -> None:
         """Put the records' header pages into their slots and submit the writes. The I/O engine computes the checksums
         that are missing while it writes, and fills them in."""
         writes, slab_bytes, namespace = self.segments.writes, self.segments.slab_bytes, batch.namespace
         chunk_tokens, no_sums = self._worker.geometry.chunk_tokens, (0,) * writes.n_heads
-        pages = list[bytes]()
-        for item in batch.staged:
+        heads, head, layer = writes.n_heads, writes.first_head, writes.first_layer
+        ops = list[WriteOp]()
+        for item, segment in zip(batch.staged, segments, strict=True):
             key, parent, set_id, slot = item.chunk.key, item.chunk.parent, item.chunk.set_id, item.chunk.slot
             page = RecordHeader(key, parent, namespace, slab_bytes, chunk_tokens, slot, writes, set_id, no_sums)
-            pages.append(page.pack(item.tags))
-        addresses = self.arena.put_headers([item.slot for item in batch.staged], pages)
-        ops = list[WriteOp]()
-        heads, head, layer = writes.n_heads, writes.first_head, writes.first_layer
-        for item, segment, address in zip(batch.staged, segments, addresses, strict=True):
-            key, set_id, slot = item.chunk.key, item.chunk.set_id, item.chunk.slot
+            address = self.arena.put_header(item.slot, page.pack(item.tags))
             offset = slot_start(set_id, slot, segment.header.slot_bytes)
             ops.append(WriteOp(segment.fd, offset, address, slab_bytes, heads, key, head, layer, item.checksums))
+            batch.files.append(segment.fd)
             # Full sets are kept in the table too: another batch may write a set's first slots after its last ones.
             used, _ = self._slots_used.get((namespace, set_id), (0, 0))
             self._slots_used[namespace, set_id] = max(used, slot + 1), segment.header.slots
-        batch.files = [segment.fd for segment in segments]
         self._submit(batch, SaveState.WRITING, ops)
 
     def _submit(self, batch: SaveBatch, state: SaveState, ops: Sequence[WriteOp | FlushOp]) -> None:
@@ -275,13 +271,7 @@ class RecordWriter:
             batch.io, batch.state = self._worker.io.ring.submit(ops), state
         except TierUnavailable as fault:  # its queue is full, or it is closed
             self._fail(batch.staged, self._outcome_of(fault))
-            self._drop(batch)
-
-    def _take_io(self, batch: SaveBatch) -> None:
-        """Advance a batch whose writes or flushes have ended."""
-        assert batch.io is not None
-        results, batch.io = batch.io.results(), None
-        (self._written if batch.state is SaveState.WRITING else self._flushed)(batch, results)
+            self._finish(batch)
 
     def _written(self, batch: SaveBatch, results: list[OpResult]) -> None:
         """Flush each file once, where other nodes may read nothing of it before."""
@@ -323,10 +313,9 @@ class RecordWriter:
         batch.staged = written
         if written:
             batch.state = SaveState.PUBLISHING
-            publish, then = partial(self._put_in_index, written), partial(self._published, batch)
-            self._pool.add(publish, then, cleanup=batch.held.close)
+            self._pool.add(partial(self._put_in_index, written), partial(self._published, batch))
         else:
-            self._drop(batch)
+            self._finish(batch)
 
     def _put_in_index(self, written: Sequence[Staged]) -> set[int]:
         """Publish the records. Return the ids of the sets whose chunks are visible now, by these or by other records of
@@ -353,7 +342,7 @@ class RecordWriter:
             self._saver.end(saved, SaveOutcome.SAVED)
             self.disk.worked()
         self._finish(batch, len(saved))
-        if saved and self.segments.has_unpublished():  # the storage works again
+        if saved and self.segments.unpublished:  # the storage works again
             self._pool.add(self.segments.erase_unpublished)
 
     def _expire(self, batch: SaveBatch, now_s: float) -> bool:
@@ -384,10 +373,11 @@ class RecordWriter:
             self.segments.erase_unpublished()
         finally:
             self._saver.give_back(batch.staged)
-            batch.held.close()
+            for segment in batch.held:
+                segment.release()
 
     def _finish(self, batch: SaveBatch, n_saved: int = 0) -> None:
-        """Count a batch in the metrics and forget it. All of its chunks are answered."""
+        """Count a batch in the metrics, release its segments and forget it. All of its chunks are answered."""
         counted = {}
         if batch.state is not SaveState.HUNG:
             counted[names.SAVE_SECONDS] = self._worker.clock() - batch.begun_s
@@ -397,11 +387,8 @@ class RecordWriter:
         self._worker.metrics.add_each(counted)
         batch.state = SaveState.ENDED
         self._batches.pop(batch, None)
-
-    def _drop(self, batch: SaveBatch) -> None:
-        """Finish a batch of which nothing is published, and close its segments."""
-        self._finish(batch)
-        self._pool.add(batch.held.close)  # which may close files, and take long
+        for segment in batch.held:
+            segment.release()
 
     def _fail(self, staged: Sequence[Staged], outcome: SaveOutcome) -> None:
         """End chunks whose records may be stored in part."""
@@ -434,13 +421,14 @@ class RecordWriter:
     # --- the end ---
 
     def give_up(self) -> None:
-        """Forget all chunks but for those that are being written, which are answered. The pool returns the others."""
+        """End all chunks that are not answered. What is in the pool comes back from it."""
         self.ready.clear()
         for batch in list(self._batches):
             if batch.io is not None:  # even if it has ended: the loop takes no more results
                 self._abandon(batch)
             else:
                 batch.state = SaveState.HUNG
+        self._saver.end(list(self.work), SaveOutcome.FAILED)
 
     def trim(self) -> None:
         """Give back the space of our segments' slots that will stay empty, after the last save."""

@@ -1,4 +1,4 @@
-"""Saves of a worker, as half of its transfer loop: chunks on their way from the engine's blocks to storage and index.
+"""Saves of a worker, as parts of its transfer loop: chunks on their way from the engine's blocks to storage and index.
 
 The engine's thread takes slots and launches the gather, after the forward that computed the blocks and before anything
 can overwrite them. From then on the chunks are the loop's, in one of these states:
@@ -21,6 +21,7 @@ PUBLISHING they are with kvtier.worker.record_writer.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -36,7 +37,7 @@ from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.runtime.threads import Jobs
 from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import Mark
-from kvtier.worker.loop import IDLE, TransferLoop, Turn
+from kvtier.worker.loop import Then, TransferLoop, Turn
 from kvtier.worker.own_segments import OwnSegments
 from kvtier.worker.read_plan import Cut, Source, cuts_of
 from kvtier.worker.record_writer import RecordWriter, Staged
@@ -96,7 +97,8 @@ def _layout_of(worker: WorkerContext, segments: OwnSegments) -> RecordLayout:
 
 
 class Saver:
-    """`save` and `take_done` are called on the engine's thread, all else on the loop's, but for what methods say.
+    """Part of the loop (kvtier.worker.loop.LoopPart): the copies down into the host arena. `save` and `take_done` are
+    called on the engine's thread, all else on the loop's, but for what methods say.
 
     A rank that writes nothing, because it holds a copy of another's heads, answers nothing. A forward never waits (I4):
     saves are bounded.
@@ -105,10 +107,15 @@ class Saver:
         pool: run what may wait for storage or the index.
     """
 
+    due_s = math.inf  # nothing comes with time alone
+
     def __init__(
         self, worker: WorkerContext, loop: TransferLoop, pool: Jobs, bounds: SaveBounds, admit: Admissions
     ) -> None:
         share = worker.share
+        self.work: deque[Staged] = deque()  # to be copied down
+        self.marks: list[tuple[Mark, Then, Any]] = []
+        self.staged: dict[Staged, None] = {}  # not answered yet
         self._worker = worker
         self._loop = loop
         self._pool = loop.pool(pool)
@@ -121,9 +128,7 @@ class Saver:
         self._done: deque[SaveDone] = deque()
         self._n_taken, self._n_left = 0, 0  # chunks ever gathered into the arena, by the engine's thread; that left it
         self._n_held = 0
-        self._staged: dict[Staged, None] = {}  # not answered yet
-        self._to_copy: deque[Staged] = deque()
-        loop.halves.append(self)
+        loop.parts += [self, self.writer]
 
     # --- the engine's thread ---
 
@@ -154,11 +159,10 @@ class Saver:
 
     def take_done(self) -> list[SaveDone]:
         """Return the answers since the last take."""
-        return [self._done.popleft() for _ in range(len(self._done))]
-
-    def is_due(self, now_s: float) -> bool:
-        """Return True if a segment does not open in time."""
-        return self.writer.is_due(now_s)
+        done = []
+        while self._done:
+            done.append(self._done.popleft())
+        return done
 
     def _stage(self, plan: SavePlan) -> tuple[list[Staged], SaveOutcome]:
         """Take a slot for each chunk up to the first that gets none, for a chunk behind a hole is of no use. Return the
@@ -209,20 +213,13 @@ class Saver:
     # --- the loop's thread ---
 
     def turn(self) -> Turn:
-        """Take every chunk as far as it goes now. The loop polls while chunks wait for a slot of the host arena,
-        because other chunks may free one."""
-        if not self._staged:
-            return IDLE
-        if not self._to_copy:
-            return self.writer.turn()
+        """Begin copies. The loop polls while chunks wait for a slot of the host arena, because others may free one."""
         has_moved = self._copy_down()
-        turn, is_waiting = self.writer.turn(), bool(self._to_copy)
-        goes_on = turn.goes_on or (has_moved and is_waiting)
-        return turn._replace(has_moved=turn.has_moved or has_moved, goes_on=goes_on, is_polled=is_waiting)
+        return Turn(has_moved, has_moved and bool(self.work), is_polled=bool(self.work))
 
-    def _take(self, gathered: Any) -> None:
-        self._staged.update(dict.fromkeys(gathered.staged))
-        self._loop.when_done(gathered.mark, partial(self._gathered, gathered))
+    def _take(self, gathered: Gathered) -> None:
+        self.staged.update(dict.fromkeys(gathered.staged))
+        self._loop.when_done(self, gathered.mark, self._gathered, gathered)
 
     def _gathered(self, gathered: Gathered) -> None:
         staged = gathered.staged
@@ -239,7 +236,7 @@ class Saver:
             return
         for item in staged:
             item.deadline_s = self._worker.clock() + self._worker.timeout_s
-        self._to_copy.extend(staged)
+        self.work.extend(staged)
 
     def _note_refused(self, count: int) -> None:
         """Log that chunks are refused: a tier that stores nothing must not look like one that was not asked. All are
@@ -259,17 +256,17 @@ class Saver:
         slots free, however slow the storage is. Their checksums are taken where they were gathered, if the codec did
         not: what the way down changes is found before anything is published."""
         worker, host, moved = self._worker, self._worker.host, list[Staged]()
-        while host is not None and self._to_copy and len(moved) < COPIED_TOGETHER:
+        while host is not None and self.work and len(moved) < COPIED_TOGETHER:
             slot = host.reserve()
             if slot is None:
                 break
-            item = self._to_copy.popleft()
+            item = self.work.popleft()
             item.above, item.arena, item.slot = item.slot, host, slot
             moved.append(item)
         if host is None or not moved:
-            late = [item for item in self._to_copy if item.deadline_s <= worker.clock()]
+            late = [item for item in self.work if item.deadline_s <= worker.clock()]
             for item in late:
-                self._to_copy.remove(item)
+                self.work.remove(item)
             self.end(late, SaveOutcome.QUEUE_FULL)
             return bool(late)
         unsummed = [item for item in moved if item.checksums is None]
@@ -280,7 +277,7 @@ class Saver:
                 item.checksums = checksums
         n_bytes = self._layout.writes.n_heads * self._layout.slab_bytes
         pairs = [(host.record(item.slot, n_bytes), worker.arena.record(item.above, n_bytes)) for item in moved]
-        self._loop.when_done(worker.order.begin_copies_down(pairs), partial(self._copied, moved))
+        self._loop.when_done(self, worker.order.begin_copies_down(pairs), self._copied, moved)
         return True
 
     def _copied(self, moved: Sequence[Staged]) -> None:
@@ -319,7 +316,7 @@ class Saver:
             return
         for item, tags in zip(staged, result, strict=True):
             item.tags = tags
-            if item in self._staged:  # else it was given up
+            if item in self.staged:  # else it was given up
                 self.writer.ready.append(item)
 
     def end(self, staged: Sequence[Staged], outcome: SaveOutcome, *, frees_slots: bool = True) -> bool:
@@ -327,10 +324,12 @@ class Saver:
         if not staged:
             return False
         arena, is_saved = self._worker.arena, outcome is SaveOutcome.SAVED
-        above, answered = list[tuple[Staged, int]](), list[tuple[SaveChunk, float]]()
+        above, written = list[tuple[Staged, int]](), list[tuple[Staged, int]]()
+        answered = list[tuple[SaveChunk, float]]()
         for item in staged:
-            del self._staged[item]
+            del self.staged[item]
             answered.append((item.chunk, item.begun_s))
+            written.append((item, item.slot))
             self._n_left += item.is_above and frees_slots
             if item.above >= 0:
                 above.append((item, item.above))
@@ -340,7 +339,7 @@ class Saver:
         elif above:
             arena.discard(*[slot for _, slot in above])
         if is_saved and self._keeps_written:
-            self._commit(self.writer.arena, [(item, item.slot) for item in staged])
+            self._commit(self.writer.arena, written)
         elif frees_slots:
             _discard(staged)
         self._answer(answered, outcome)
@@ -369,10 +368,8 @@ class Saver:
         self._n_left += n_chunks
 
     def give_up(self) -> None:
-        """End all chunks that were taken."""
-        self._to_copy.clear()
-        self.writer.give_up()
-        self.end(list(self._staged), SaveOutcome.FAILED)
+        """Leave all chunks to the writer, which ends them."""
+        self.work.clear()
 
 
 def _discard(staged: Sequence[Staged]) -> None:

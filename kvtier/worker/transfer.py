@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kvtier.arena.admission import Admissions
@@ -18,6 +17,7 @@ from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.threads import Jobs, Ticker, run_within
 from kvtier.scheduler.engine_report import ArenaFill, RankFigures
 from kvtier.scheduler.load_threshold import LoadCost
+from kvtier.worker.arenas import Pinner
 from kvtier.worker.context import WorkerContext
 from kvtier.worker.loads import Loader
 from kvtier.worker.loop import TransferLoop
@@ -46,21 +46,13 @@ class TransferJobs(NamedTuple):
     save: Jobs
 
 
-class Upkeep(NamedTuple):
-    """Calls that pin the host arena in the background. begin: as the engine starts, with a call that says whether loads
-    are under way. at_work: with each of the engine's steps. release: when nothing moves any more."""
-
-    begin: Callable[[Callable[[], bool]], None] = lambda is_loading: None
-    at_work: Callable[[], None] = lambda: None
-    release: Callable[[], None] = lambda: None
-
-
 class Transfer:
     """Called from the worker's thread.
 
     Args:
         bounds: of the chunks that saves may hold in the arena at a time; the rest is for loads.
         cost: of a load here, as it was measured at start; None: not known.
+        pinner: pins the host arena in the background; None: nothing is pinned.
     """
 
     def __init__(
@@ -70,12 +62,12 @@ class Transfer:
         admit: Admissions,
         bounds: SaveBounds,
         cost: LoadCost | None = None,
-        upkeep: Upkeep | None = None,
+        pinner: Pinner | None = None,
     ) -> None:
         self.cost = cost
         self._worker = worker
         self._jobs = jobs
-        self._upkeep = upkeep or Upkeep()
+        self._pinner = pinner
         self._tickers: list[Ticker] = []
         self._loop = TransferLoop(worker, jobs.loop)
         self._loader = Loader(worker, admit, self._loop, jobs.load)
@@ -118,13 +110,15 @@ class Transfer:
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
         """Return the answers since the last poll; wait at most `timeout_s` for a load to end."""
-        self._upkeep.at_work()
+        if self._pinner is not None:
+            self._pinner.make_way()
         loads, timings = self._loader.take_done(timeout_s)
         return Progress(loads, self._saver.take_done(), timings)
 
     def start(self) -> None:
         """Tidy in the background until `close`."""
-        self._upkeep.begin(self._loader.is_busy)
+        if self._pinner is not None:
+            self._pinner.start(self._loader.is_busy)
         self._tickers.append(Ticker("tidy", TIDY_INTERVAL_S, self.tidy))
         if self._worker.files.sharing.may_be_away:
             self._tickers.append(Ticker("recheck", RECHECK_INTERVAL_S, self._loader.rechecks.run))
@@ -138,14 +132,7 @@ class Transfer:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for what is queued. Return False when `timeout_s` was not enough."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            n_posted = self._loop.n_posted
-            for jobs in self._jobs:
-                if not jobs.drain(max(0.0, deadline_s - time.monotonic())):
-                    return False
-            if n_posted == self._loop.n_posted:  # else what ended in a pool gave the loop work
-                return True
+        return self._loop.drain(timeout_s)
 
     def close(self) -> None:
         """End the background work; what is still queued is dropped. Call `drain` first."""
@@ -156,7 +143,8 @@ class Transfer:
         has_tidied = run_within("trim", CLOSE_TIMEOUT_S, self._leave_files)
         has_ended = self._worker.io.close() and not len(self._worker.quarantine)
         if has_ended and has_tidied and not any(jobs.pending() for jobs in self._jobs):
-            self._upkeep.release()
+            if self._pinner is not None:
+                self._pinner.close()
         else:
             _outlived.append(self._worker)  # its memory is still in use by work that hangs
         if has_tidied:

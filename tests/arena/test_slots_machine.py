@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
-from kvtier.arena.slot_table import SlotTable
+from kvtier.arena.arena import SlotTable
 
 N_SLOTS, N_SLOTS_MAX = 4, 8
 KEYS = [bytes([number]) for number in range(7)]

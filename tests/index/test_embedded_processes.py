@@ -17,8 +17,8 @@ import pytest
 from kvtier.errors import IndexUnavailable
 from kvtier.index import entry
 from kvtier.index.lmdb import index as embedded
+from kvtier.index.lmdb.environment import View
 from kvtier.index.lmdb.index import LmdbIndex
-from kvtier.index.lmdb.view import View
 
 from index_data import PROCESS_TIMEOUT_S, check, fill, join, key, record, set_info, start, wait_for
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from kvtier.arena.arena import Arena
-from kvtier.arena.slot_table import SlotTable
+from kvtier.arena.arena import Arena, SlotTable
 from kvtier.connectors import tracked_request
 from kvtier.connectors.bridge import SchedulerBridge
 from kvtier.errors import ConfigError
@@ -151,14 +150,15 @@ def two_chunks_change_slots(original: Any, writer: RecordWriter, batch: SaveBatc
 def slots_of_a_late_write_are_given_back(original: Any, writer: RecordWriter, batch: SaveBatch) -> None:
     del writer._batches[batch]
     writer._saver.end(batch.staged, SaveOutcome.FAILED)
-    writer._pool.add(batch.held.close, lambda result: None)
+    for segment in batch.held:
+        segment.release()
 
 
 @planted(RecordWriter, "_opened", "hung_calls")
 def a_batch_that_was_given_up_is_written(original: Any, writer: RecordWriter, batch: SaveBatch, results: Any) -> None:
     if batch.state is SaveState.HUNG:
         for item in batch.staged:
-            writer._saver._staged[item] = None  # type: ignore[attr-defined]
+            writer.work[item] = None
         batch.state = SaveState.OPENING
     original(writer, batch, results)
 
@@ -222,9 +222,9 @@ def a_leased_slot_is_given_to_another(original: Any, table: SlotTable[Any]) -> b
 @planted(Loader, "_expire", "hung_calls")
 def a_late_load_still_writes_into_blocks(original: Any, loader: Loader) -> bool:
     now_s = loader._worker.clock()
-    late = [load for load in loader._loads if load.deadline_s <= now_s]
+    late = [load for load in loader.work if load.deadline_s <= now_s]
     for load in late:
-        loader._loads.remove(load)
+        loader.work.remove(load)
         loader._answer(load)
     return bool(late)
 

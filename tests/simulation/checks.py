@@ -302,9 +302,9 @@ class Checks:
             yield "chunks were believed to be on their way"
         for transfer, worker in zip(serving.engine.transfers, serving.engine.workers, strict=True):
             loader, saver = transfer._loader, transfer._saver
-            if loader._answers.unanswered() or loader._loads or loader._fetches or loader._loop.marks:
+            if loader._unanswered or loader.work or loader._fetches or loader.marks:
                 yield "a load or a chunk of it was left"
-            if saver.n_gathered or saver._n_held or saver._staged or saver.writer._batches:
+            if saver.n_gathered or saver._n_held or saver.staged or saver.marks or saver.writer._batches:
                 yield "a chunk of a save was left"
             if any(jobs.pending() for jobs in transfer._jobs):
                 yield "work was left"

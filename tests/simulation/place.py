@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from typing import Any
 from unittest.mock import patch
 
-import kvtier.arena.slot_table
+import kvtier.arena.arena
 import kvtier.eviction.set_removal
 import kvtier.index.async_lookup
 import kvtier.index.guard
@@ -33,10 +33,8 @@ import kvtier.storage.safe_open
 import kvtier.storage.segments
 import kvtier.storage.stuck_files
 import kvtier.worker.context
-import kvtier.worker.loads
 import kvtier.worker.loop
 import kvtier.worker.record_reader
-import kvtier.worker.task_pool
 import kvtier.worker.transfer
 from kvtier.eviction.limits import UNLIMITED, Rules
 from kvtier.format.namespace import Namespace
@@ -53,15 +51,13 @@ from tests.simulation.truth import Truth
 THREADED = (
     kvtier.index.guard,
     kvtier.scheduler.background,
-    kvtier.worker.loads,
     kvtier.worker.loop,
-    kvtier.worker.task_pool,
     kvtier.index.async_lookup,
     kvtier.maintenance.record_check,
     kvtier.scheduler.segment_allocator,
     kvtier.storage.stuck_files,
     kvtier.worker.record_reader,
-    kvtier.arena.slot_table,
+    kvtier.arena.arena,
     kvtier.storage.open_segments,
     kvtier.storage.segments,
     kvtier.worker.context,
@@ -72,7 +68,7 @@ TIMED = (
     kvtier.storage.atomic_files,
     kvtier.storage.open_segments,
     kvtier.storage.safe_open,
-    kvtier.worker.transfer,
+    kvtier.worker.loop,
 )
 TICKING = (
     kvtier.index.guard,

@@ -149,7 +149,7 @@ class SimJobs:
         self._name = name
         self.threads = threads
         self._n_stuck = 0
-        self._running = 0
+        self._running: dict[object, float] = {}
         self._closed = False
         self._queue: deque[Job] = deque()
         self._idle: list[Task] = []
@@ -161,12 +161,13 @@ class SimJobs:
         self._start(1)
         return True
 
-    def widen(self, n_stuck: int) -> None:
-        self._n_stuck = n_stuck
+    def widen(self, stuck_s: float) -> None:
+        began_before_s = self._runtime.now_s - stuck_s
+        self._n_stuck = sum(began_s < began_before_s for began_s in self._running.values())
         self._start(len(self._queue))
 
     def pending(self) -> int:
-        return len(self._queue) + self._running
+        return len(self._queue) + len(self._running)
 
     def drain(self, timeout_s: float) -> bool:
         ends_s = self._runtime.now_s + timeout_s
@@ -180,16 +181,18 @@ class SimJobs:
         self._queue.clear()
 
     def _start(self, n_jobs: int) -> None:
-        for _ in range(min(n_jobs, self.threads + self._n_stuck - self._running)):
-            self._running += 1
-            self._runtime.spawn(self._process, self._name, self._work)
+        for _ in range(min(n_jobs, self.threads + self._n_stuck - len(self._running))):
+            token = object()
+            self._running[token] = self._runtime.now_s
+            self._runtime.spawn(self._process, self._name, lambda token=token: self._work(token))
 
-    def _work(self) -> None:
+    def _work(self, token: object) -> None:
         try:
-            while self._queue:
+            while self._queue and len(self._running) <= self.threads + self._n_stuck:
+                self._running[token] = self._runtime.now_s
                 self._queue.popleft()()
         finally:
-            self._running -= 1
+            del self._running[token]
             self._runtime.wake(self._idle)
 
 

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from kvtier.arena.slot_table import SlotTable
+from kvtier.arena.arena import SlotTable
 from kvtier.storage.segments import SegmentFiles
 from tests.simulation.__main__ import command, folder
 from tests.simulation.entropy import watching_calls

@@ -95,6 +95,7 @@ class Storm:
             reader = StormyReader(worker.io.reader, random.Random(self._rng.random()), TIMEOUT_S)
             hang_in_open(worker.files(side.engine.store.namespace_id), reader)
             object.__setattr__(worker, "io", Engines(reader, worker.io.ring))
+            transfer._loader._chunks.reader.engine = reader
             watch_copies(worker, reader)
             lose_answers(worker.index, reader)
         lose_answers(side.engine.store._keeper._index, reader)
@@ -255,9 +256,9 @@ class Storm:
             yield f"{len(side.loads)} loads and {side.n_saving} saves have no answer"
         for transfer in side.engine.transfers:
             worker, loader = transfer._worker, transfer._loader
-            if not transfer.drain(0.0) or loader._loads:
+            if not transfer.drain(0.0) or loader.work:
                 yield "jobs are under way"
-            if loader._fetches or loader._loop.marks:
+            if loader._fetches or loader.marks:
                 yield "a chunk was left"
             for arena in {id(a): a for a in (worker.arena, worker.host) if a is not None}.values():
                 arena.check()

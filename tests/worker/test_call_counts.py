@@ -24,7 +24,7 @@ from tests.support.rig import Engine
 
 ROOT = str(Path(kvtier.__file__).parent)
 THREADS = ("kvtier-loop", "kvtier-load", "kvtier-save", "MainThread")
-FILES_MAX = 30
+FILES_MAX = 23
 CHANGES: dict[str, object] = {
     "host": {"arena_bytes": 64 << 20},
     "capacity_bytes": 256 << 20,
@@ -72,7 +72,7 @@ def counted() -> Iterator[Counted]:
 
 
 @pytest.mark.parametrize(
-    ("n_chunks", "tries", "saved_max", "loaded_max"), [(1, 10, 190, 165), (64, 2, 14, 26)], ids=["one", "batch"]
+    ("n_chunks", "tries", "saved_max", "loaded_max"), [(1, 10, 120, 100), (64, 2, 13, 22)], ids=["one", "batch"]
 )
 def test_calls_of_a_chunk(
     tmp_path: Path, counted: Counted, n_chunks: int, tries: int, saved_max: int, loaded_max: int

@@ -15,7 +15,6 @@ import torch
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import SegmentHeader
 from kvtier.io.base import Reader, Reads
-from kvtier.io.engines import Engines
 from kvtier.io.ring import ReadOp
 from kvtier.plan import LoadDone
 from kvtier.storage import open_segments
@@ -173,7 +172,7 @@ def test_a_record_that_changes_meanwhile_is_no_hit(
 def test_a_read_that_ends_with_eio_is_no_hit(reader: Engine) -> None:
     worker = reader.transfers[0]._worker
     reads = FailingReader(worker.io.reader, reader.keys(TOKENS)[BAD])
-    object.__setattr__(worker, "io", Engines(reads, worker.io.ring))
+    reader.transfers[0]._loader._chunks.reader.engine = reads
     done = load(reader, lambda: None)
     assert_loaded(reader, done, BAD)
     assert len(reader.store.lookup(reader.keys(TOKENS))) == 5, "the storage failed; of the record nothing is known"

@@ -13,7 +13,7 @@ from kvtier.kernels.paged import SlabRun
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from kvtier.worker.cuda_events import HostOrder
-from tests.support.lazy import LazyEngine, Left, Mark
+from tests.support.lazy import LazyEngine, Left, Mark, Stream
 from tests.support.walks import (
     BLOCKS,
     TARGET,
@@ -149,7 +149,7 @@ def test_a_late_load_is_not_answered_while_its_chunks_still_move(tmp_path: Path,
     begin_load(engine)
     (transfer,), worker, now_s = engine.transfers, engine.worker, engine.worker.clock()
     loop = transfer._loop
-    while not any(load.n_scattered for load in transfer._loader._loads):
+    while not any(load.n_scattered for load in transfer._loader.work):
         loop.turn().has_moved or loop._pause(None)
     object.__setattr__(worker, "clock", lambda: now_s + worker.timeout_s + 1)
     object.__setattr__(engine.order, "is_done", lambda mark: False)
@@ -162,6 +162,34 @@ def test_a_late_load_is_not_answered_while_its_chunks_still_move(tmp_path: Path,
     assert done.failed_blocks <= frozenset(TARGET)
     engine.run_all()
     assert engine.transfers[0].poll().loads == []
+
+
+def test_marks_of_saves_hide_no_wait_of_loads_for_each_other(tmp_path: Path, engines: list[LazyEngine]) -> None:
+    """All slots are held by chunks that wait for an earlier one: one of them gives its slot up, busy as saves are."""
+    save(start(tmp_path, engines))
+    engine = start(tmp_path, engines, admit="never")
+    begin_load(engine)
+    loader, saver, loop = engine.transfers[0]._loader, engine.transfers[0]._saver, engine.transfers[0]._loop
+    loop.turn()
+    engine.jobs.load.drain(10)
+    opened, results = loop._posted.popleft()
+    opened(results)  # a turn would take them further
+    for fetch in loader._fetches.values():
+        assert fetch.reads is not None and fetch.reads.batch.wait(10)
+    first = engine.keys(TOKENS)[0]
+    loader.begin_again(loader._fetches[first])
+    taken = []
+    while (slot := engine.staging.reserve()) is not None:
+        taken.append(slot)
+    saver.marks.append((Mark(Stream(), 1), lambda value: None, None))
+    for _ in range(5):
+        loop.turn()
+    assert first in loader._fetches and len(loader._fetches) == 4
+    saver.marks.clear()
+    engine.run_all()
+    (done,) = engine.transfers[0].poll().loads
+    assert done.failed_blocks == frozenset() and is_equal(engine.blocks(TARGET), expected(engine))
+    engine.staging.discard(*taken)
 
 
 @pytest.mark.parametrize("left", ["gathered", "behind_engine", "copied", "scattered"])

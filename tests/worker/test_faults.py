@@ -20,7 +20,8 @@ from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveOutcome
 from kvtier.storage.root import find_root
 from kvtier.storage.segments import SegmentFiles, segment_name
-from kvtier.worker.record_writer import RecordWriter, SaveBatch
+from kvtier.worker.loop import Turn
+from kvtier.worker.record_writer import RecordWriter
 from tests.support.rig import Engine
 from tests.waiting import wait_until
 
@@ -352,15 +353,15 @@ def test_writes_that_had_ended_at_a_fault_of_the_loop_keep_it_from_nothing(
     saver = engine.transfers[0]._saver
     broken = iter([True])
 
-    def fail_once(self: RecordWriter, batch: SaveBatch) -> None:
-        if next(broken, False):
+    def fail_once(self: RecordWriter) -> Turn:
+        if any(batch.io is not None and batch.io.wait(0) for batch in self._batches) and next(broken, False):
             raise RuntimeError("a bug")
-        take_io(self, batch)
+        return turn(self)
 
-    take_io = RecordWriter._take_io
-    monkeypatch.setattr(RecordWriter, "_take_io", fail_once)
+    turn = RecordWriter.turn
+    monkeypatch.setattr(RecordWriter, "turn", fail_once)
     assert [done.outcome for done in engine.save(TOKENS[:64], BLOCKS[:4])] == [SaveOutcome.FAILED]
-    wait_until(lambda: not saver._loop._is_running and saver.turn().io is None)
+    wait_until(lambda: not saver._loop._is_running and saver.writer.turn().io is None)
     wait_until(lambda: saver.n_gathered == 0)
     saver.writer.disk.worked()
     assert [done.outcome for done in engine.save(TOKENS, BLOCKS)] == 5 * [SaveOutcome.SAVED]

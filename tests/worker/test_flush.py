@@ -89,7 +89,7 @@ def test_what_could_not_be_flushed_is_not_found_by_a_rebuild(engine: Engine) -> 
     other = list(range(5000, 5000 + 64 * 5))
     wait_until(lambda: {done.outcome for done in engine.save(other, BLOCKS)} == {SaveOutcome.SAVED}, "the pause's end")
     segments = engine.transfers[0]._saver.writer.segments
-    wait_until(lambda: not segments.has_unpublished(), "erasing")
+    wait_until(lambda: not segments.unpublished, "erasing")
     index = engine.store._keeper.index
     rebuilt = Housekeeper(index, engine.root / "v2", "other").rebuild()
     assert rebuilt is not None and rebuilt.records == 0
@@ -102,12 +102,12 @@ def test_what_a_rebuild_published_meanwhile_is_not_erased(engine: Engine) -> Non
     watched.faults.append(errno.EIO)
     engine.save(TOKENS, BLOCKS)
     segments = engine.transfers[0]._saver.writer.segments
-    assert segments.has_unpublished()
+    assert segments.unpublished
     keeper = engine.store._keeper
     rebuilt = Housekeeper(keeper._index, engine.root / "v2", "other").rebuild()
     assert rebuilt is not None and rebuilt.records == 5
     segments.erase_unpublished()
-    assert not segments.has_unpublished()
+    assert not segments.unpublished
     assert len(engine.store.lookup(engine.keys(TOKENS)) or ()) == 5
     again = Housekeeper(MemoryIndex(), engine.root / "v2", "third").rebuild()
     assert again is not None and again.records == 5, "their headers are whole"
@@ -122,10 +122,10 @@ def test_nothing_is_erased_while_another_process_reads_files_back(engine: Engine
     rebuild = SweepLease(index, "other", time.time)
     assert rebuild.take()
     segments.erase_unpublished()
-    assert segments.has_unpublished()
+    assert segments.unpublished
     rebuild.release()
     segments.erase_unpublished()
-    assert not segments.has_unpublished()
+    assert not segments.unpublished
     again = Housekeeper(MemoryIndex(), engine.root / "v2", "third").rebuild()
     assert again is not None and again.records == 0
 

@@ -61,6 +61,7 @@ def with_hung_ring(engine: Engine) -> HungRing:
     worker = engine.transfers[0]._worker
     ring = HungRing(worker.io.ring)
     object.__setattr__(worker, "io", Engines(ring, ring))  # type: ignore[arg-type]
+    engine.transfers[0]._loader._chunks.reader.engine = ring
     return ring
 
 

@@ -72,6 +72,7 @@ def test_copied_down_from_staging(tmp_path: Path, engines: list[Engine]) -> None
     engine = LazyEngine(tmp_path, ODD)
     engines.append(engine)
     engine.lay_over()
+    engine.on_threads()
     fill_slots(engine.staging, engine.host)
     done = engine.save(TOKENS, BLOCKS)
     assert [answer.outcome for answer in done] == [SaveOutcome.SAVED] * 3

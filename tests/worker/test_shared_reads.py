@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kvtier.io.base import Reader
-from kvtier.io.engines import Engines
 from kvtier.io.ring import Batch, OpResult, ReadOp, Ring, WriteOp
 from kvtier.plan import LoadDone
 from kvtier.worker import loads
@@ -62,7 +61,7 @@ class Readers:
         self.transfer = engine.transfers[0]
         self.worker = self.transfer._worker
         self.ring = HeldRing(self.worker.io.ring)
-        object.__setattr__(self.worker, "io", Engines(self.ring, self.worker.io.ring))
+        self.transfer._loader._chunks.reader.engine = self.ring
         self._keys = engine.keys(TOKENS)
         entries = engine.store.lookup(self._keys)
         assert entries is not None
@@ -225,7 +224,7 @@ def test_a_read_that_hangs_keeps_no_slots_from_others(tmp_path: Path, monkeypatc
         def close(self, timeout_s: float = 1.0) -> bool:
             return ring.close(timeout_s)
 
-    object.__setattr__(transfer._worker, "io", Engines(HangingReader(), ring))
+    transfer._loader._chunks.reader.engine = HangingReader()
     for name, tokens, first in (("long", long, 100), ("short", short, 200)):
         keys = engine.keys(tokens)
         blocks = list(range(first, first + len(tokens) // 16))

@@ -27,17 +27,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import lmdb
 
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
 from kvtier.index.lmdb.process import open_with_another_id
-from kvtier.index.lmdb.view import Identity, OpenEnvironment, Work
 from kvtier.runtime.file_descriptors import close_file
 from kvtier.storage.root_owner import INDEX_STAMP, index_stamp
 from kvtier.storage.safe_open import hand_over, make_private, remove_strange
@@ -45,6 +46,9 @@ from kvtier.storage.safe_open import hand_over, make_private, remove_strange
 log = logging.getLogger("kvtier")
 
 T = TypeVar("T")
+Work = Callable[["View"], T]
+Identity = tuple[tuple[int, int], ...]
+Database = Any  # py-lmdb does not export the type of its handles
 Reopen = Callable[[], object]
 
 _DATA, _LMDB_LOCK, _LOCK, _STAMP, _NEW_STAMP = "data.mdb", "lock.mdb", "lock", INDEX_STAMP, f"{INDEX_STAMP}.new"
@@ -52,9 +56,9 @@ _FILES = (_DATA, _LMDB_LOCK, _LOCK, _STAMP, _NEW_STAMP)
 _OPENING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _READERS_MAX = 1024  # concurrent read transactions; 64 bytes each
 _READERS_BYTES = 64 * (_READERS_MAX + 2)  # size of lock.mdb, with its head
+_POLL_MIN_S, _POLL_MAX_S = 20e-6, 2e-3  # interval between attempts at the writer lock, seconds; it doubles
 _GROWTH_MAX = 8  # a full map is doubled up to this many times the configured size
 RESERVE_BYTES = 16 << 20  # two removals of 512 records write up to 5 MB before LMDB reuses freed pages
-_POLL_MIN_S, _POLL_MAX_S = 20e-6, 2e-3  # interval between attempts, seconds; it doubles
 
 _BROKEN = (
     lmdb.InvalidError,
@@ -68,20 +72,91 @@ _device_and_inode = attrgetter("st_dev", "st_ino")
 _WRONG_PATH = (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError)
 
 
-@contextlib.contextmanager
-def held(lock: threading.Lock, deadline: float) -> Iterator[None]:
-    """Hold a lock of threads. Raises IndexUnavailable at the deadline."""
+class View(NamedTuple):
+    """Named databases within one transaction."""
+
+    txn: lmdb.Transaction
+    databases: dict[str, Database]
+
+    def get(self, database: str, key: bytes) -> bytes | None:
+        return self.txn.get(key, None, self.databases[database])  # type: ignore[return-value]  # buffers=False
+
+    def values(self, database: str, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Return the value of each key, None where it is missing."""
+        return list(map(partial(self.txn.get, db=self.databases[database]), keys))  # type: ignore[arg-type]
+
+    def leading(self, database: str, keys: Sequence[bytes], wanted: Callable[[bytes], bool]) -> list[bytes]:
+        """Return the values of `keys` up to the first that is missing or not `wanted`."""
+        get, handle = self.txn.get, self.databases[database]
+        found: list[bytes] = []
+        for key in keys:
+            value: bytes | None = get(key, None, handle)  # type: ignore[assignment]  # buffers=False
+            if value is None or not wanted(value):
+                break
+            found.append(value)
+        return found
+
+    def put(self, database: str, key: bytes, value: bytes) -> None:
+        self.txn.put(key, value, db=self.databases[database])
+
+    def put_all(self, database: str, values: Mapping[bytes, bytes]) -> None:
+        self.txn.cursor(self.databases[database]).putmulti(values.items())
+
+    def delete(self, database: str, key: bytes) -> None:
+        self.txn.delete(key, db=self.databases[database])
+
+    def scan(self, database: str, prefix: bytes = b"", limit: int | None = None) -> list[tuple[bytes, bytes]]:
+        """Return (key, value) of the keys that begin with `prefix`, in order; at most the first `limit`."""
+        found: list[tuple[bytes, bytes]] = []
+        cursor = self.txn.cursor(self.databases[database])
+        if cursor.set_range(prefix) if prefix else cursor.first():
+            for key, value in islice(cursor, limit):
+                if not bytes(key).startswith(prefix):
+                    break
+                found.append((bytes(key), bytes(value)))
+        return found
+
+    def count(self, database: str) -> int:
+        return int(self.txn.stat(self.databases[database])["entries"])
+
+    def clear(self, database: str) -> None:
+        self.txn.drop(self.databases[database], delete=False)
+
+
+class OpenEnvironment:
+    """Open environment and its named databases. identity: device and inode of its files. close: closes `env`."""
+
+    def __init__(self, env: lmdb.Environment, identity: Identity, close: Callable[[], None]) -> None:
+        self.env = env
+        self.identity = identity
+        self.close = close
+        self.databases: dict[str, Database] = {}
+
+    def open_databases(self, names: tuple[str, ...]) -> None:
+        """Open the databases, creating missing ones. The caller holds the writer lock."""
+        with self.env.begin(write=True) as txn:
+            self.databases = {name: self.env.open_db(name.encode(), txn=txn) for name in names}
+
+    def used_bytes(self) -> int:
+        """Return the length of the data file up to its last used page."""
+        return int(self.env.info()["last_pgno"] + 1) * int(self.env.stat()["psize"])
+
+    def run(self, work: Work[T], *, write: bool) -> T:
+        with self.env.begin(write=write) as txn:
+            return work(View(txn, self.databases))
+
+
+def held(lock: threading.Lock, deadline: float) -> AbstractContextManager[object]:
+    """Acquire a lock of threads, which the end of the context releases. Raises IndexUnavailable at the deadline."""
     if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
         raise IndexUnavailable("the index is busy: another thread holds it")
-    try:
-        yield
-    finally:
-        lock.release()
+    release = contextlib.ExitStack()
+    release.callback(lock.release)
+    return release
 
 
-@contextlib.contextmanager
-def file_lock(descriptor: int, deadline: float) -> Iterator[None]:
-    """Hold a lock of processes. Raises IndexUnavailable at the deadline."""
+def file_lock(descriptor: int, deadline: float) -> AbstractContextManager[object]:
+    """Acquire a lock of processes, which the end of the context releases. Raises IndexUnavailable at the deadline."""
     # Polled: a POSIX lock has no wait with a deadline. Not `flock`: a forked child would hold it after its parent was
     # killed.
     pause_s = _POLL_MIN_S
@@ -94,10 +169,9 @@ def file_lock(descriptor: int, deadline: float) -> Iterator[None]:
                 raise IndexUnavailable("the index is busy: another process holds its writer lock") from None
         time.sleep(pause_s)
         pause_s = min(pause_s * 2, _POLL_MAX_S)
-    try:
-        yield
-    finally:
-        fcntl.lockf(descriptor, fcntl.LOCK_UN)
+    release = contextlib.ExitStack()
+    release.callback(fcntl.lockf, descriptor, fcntl.LOCK_UN)
+    return release
 
 
 class SharedEnvironment:
@@ -127,7 +201,7 @@ class SharedEnvironment:
     def open(self) -> None:
         """Open the files, so that faults show at the start. Raises ConfigError, IndexUnavailable."""
         try:
-            if not self._is_current():
+            if self._opened is None or self._opened.identity != self._identity():
                 self._open_again(time.monotonic() + self._timeout_s)
         except _WRONG_PATH as error:
             raise ConfigError("index.path", self.path, f"{error.strerror}: {self._path_fix()}") from None
@@ -157,7 +231,7 @@ class SharedEnvironment:
         """
         deadline, opened = time.monotonic() + self._timeout_s, None
         try:
-            if not self._is_current():
+            if self._opened is None or self._opened.identity != self._identity():
                 self._open_again(deadline, at_once)
             with held(self._reading, deadline):
                 opened = self._opened
@@ -251,14 +325,10 @@ class SharedEnvironment:
         with held(self._writing, deadline):
             self._current(deadline)
 
-    def _is_current(self) -> bool:
-        opened = self._opened
-        return opened is not None and opened.identity == self._identity()
-
     def _current(self, deadline: float) -> OpenEnvironment:
         """Return the open environment, reopened if the path has other files. The caller holds `writing`: the lock file
         is reopened too, which releases this process's lock on it."""
-        if self._opened is None or not self._is_current():
+        if self._opened is None or self._opened.identity != self._identity():
             with held(self._reading, deadline):
                 self.close()
             if not self.users:

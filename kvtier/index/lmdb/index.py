@@ -28,8 +28,7 @@ from kvtier.errors import ConfigError, StaleLease
 from kvtier.index import entry, values
 from kvtier.index.base import EVICT_LEASE, UNOWNED, Index, IndexCounts, Location, Loss, NewRecord, SetInfo, Use
 from kvtier.index.lmdb import environment
-from kvtier.index.lmdb.environment import Reopen
-from kvtier.index.lmdb.view import View
+from kvtier.index.lmdb.environment import Reopen, View
 from kvtier.index.values import Lease
 from kvtier.storage.filesystem import file_system_of
 from kvtier.storage.root_owner import BOOT_ID_FILE
@@ -281,8 +280,10 @@ def _stamp(boot_id: str | None = None) -> str:
 def _publish(records: Sequence[NewRecord], into_unowned: bool, view: View) -> int:
     taken = 0
     is_open: dict[int, bool] = {}  # set id -> whether records may be added to the set
-    places = [_MEMBER.pack(*record.location[:3]) for record in records]
-    keys = [record.key for record in records]
+    places, keys = list[bytes](), list[bytes]()
+    for key, location, _ in records:
+        places.append(_MEMBER.pack(*location[:3]))
+        keys.append(key)
     members = dict(zip(places, view.values("members", places), strict=True))
     entries = dict(zip(keys, view.values("entries", keys), strict=True))
     new_members, new_entries = dict[bytes, bytes](), dict[bytes, bytes]()

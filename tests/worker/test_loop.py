@@ -1,0 +1,81 @@
+"""Transfer loop: its tasks, and what they give back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.errors import TierUnavailable
+from kvtier.runtime.threads import ThreadJobs
+from kvtier.worker.loop import TaskPool, TransferLoop
+from tests.waiting import wait_until
+
+TIMEOUT_S = 0.4
+
+
+@pytest.fixture
+def loop() -> Iterator[TransferLoop]:
+    jobs = ThreadJobs("loop", 1, 1)
+    worker: Any = SimpleNamespace(clock=time.monotonic, timeout_s=TIMEOUT_S, order=None)
+    made = TransferLoop(worker, jobs)
+    part: Any = SimpleNamespace(work=(), marks=[], due_s=float("inf"))
+    made.parts.append(part)
+    yield made
+    jobs.close()
+
+
+@pytest.fixture
+def pool(loop: TransferLoop) -> Iterator[TaskPool]:
+    jobs = ThreadJobs("pool", 1, 4)
+    yield loop.pool(jobs)
+    jobs.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_task_that_raises_holds_up_none_behind_it(loop: TransferLoop, pool: TaskPool) -> None:
+    told: list[object] = []
+    may_raise, has_run = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        may_raise.wait(10)
+        raise RuntimeError("a bug")
+
+    pool.add(fail, told.append)
+    pool.add(has_run.set)
+    assert not loop.drain(0.0)
+    may_raise.set()
+    assert has_run.wait(10)
+    assert loop.drain(10) and not loop.n_tasks
+    assert [type(result) for result in told] == [TierUnavailable]
+
+
+def test_tasks_run_beside_one_that_hangs(loop: TransferLoop, pool: TaskPool) -> None:
+    told: list[object] = []
+    let_go = threading.Event()
+    pool.add(let_go.wait, told.append)
+    pool.add(lambda: "the next", told.append)
+
+    def has_next() -> bool:
+        loop.look()
+        return told == ["the next"]
+
+    wait_until(has_next, "the next task runs", 10)
+    let_go.set()
+    assert loop.drain(10)
+    assert told == ["the next", True]
+
+
+def test_a_task_that_finds_its_pool_closed_is_answered(loop: TransferLoop) -> None:
+    told: list[object] = []
+    jobs = ThreadJobs("pool", 1, 4)
+    pool = loop.pool(jobs)
+    jobs.close()
+    pool.add(lambda: None, told.append)
+    pool.add(lambda: None)
+    assert loop.drain(10)
+    assert [str(result) for result in told] == ["the worker is closed"]
