@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,14 @@ def _rank_state(rank: int, config: Any, reader: WeightReader) -> RankState:
 
 
 def _config(folder: Path, tensor_size: int, dtype: str) -> Any:
-    logging.getLogger("vllm").setLevel(LOGGED)
     if read_shard_manifest(folder) is not None:
         raise ConfigError("model", str(folder), "these are shards already; name the folder of the checkpoint")
-    return engine_config(str(folder), tensor_size, dtype=dtype)
+    log = logging.getLogger("vllm")
+    log.setLevel(LOGGED)
+    with redirect_stdout(sys.stderr):  # vLLM 0.32 configures its log anew here; stdout has the command's answer
+        config = engine_config(str(folder), tensor_size, dtype=dtype)
+    log.setLevel(LOGGED)
+    return config
 
 
 def _loader() -> KvtierModelLoader:
