@@ -1,9 +1,10 @@
-"""Files of a LoRA adapter, as far as its fingerprint looks at them."""
+"""Files of a LoRA adapter, as far as its fingerprint looks at them, and vLLM's request for one."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -14,3 +15,7 @@ def write(folder: Path, value: float) -> Path:
     (folder / "adapter_config.json").write_text(json.dumps({"r": 8}))
     save_file({"w": np.full(16, value, np.float32)}, folder / "adapter_model.safetensors")
     return folder
+
+
+def lora(path: Path, number: int = 1, name: str = "a", load_inplace: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(lora_int_id=number, lora_name=name, lora_path=str(path), load_inplace=load_inplace)

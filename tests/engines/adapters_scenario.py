@@ -40,7 +40,7 @@ def adapters_in_use(engine: Any) -> dict[str, int]:
     """Records that the index has of a request's four chunks, by what happens to its adapter meanwhile."""
     core, found = engine.llm.llm_engine, {}
     engine.wait_for_set()
-    for number, what in enumerate(("nothing", "replaced in place", "overwritten while it waits"), 1):
+    for number, what in enumerate(("nothing", "replaced in place", "overwritten while it waits"), 11):
         folder = engine.root.parent / f"{engine.root.name}-{number}"
         lora = LoRARequest(what, number, str(write(folder, seed=number)))
         before = records(engine)

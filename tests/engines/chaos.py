@@ -30,7 +30,7 @@ RECENT = 2
 RECOVERY_TIMEOUT_S = 300.0
 """On a machine that runs more than it can. Who was killed may have held the sweep's lease: it lasts for a while, and an
 index that was lost is not rebuilt before."""
-WAVES_TIMEOUT_S = 120.0
+WAVES_TIMEOUT_S = 600.0
 
 
 class Harm(NamedTuple):

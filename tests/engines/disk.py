@@ -11,15 +11,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.engines.conftest import HERE
-from tests.waiting import wait_until
+from tests.engines.fuse import mounted
 
 FLAGS = (
     "reads hang", "all hangs", "read-only", "reads fail", "silly renames", "quota of MiB", "quota says ENOSPC",
     "files at most", "free after tenths of a second", "close fails with",
 )  # fmt: skip  # in the order of faulty_fs.c
-THREADS = 256
-"""More than all engines have: a read that hangs keeps none from being asked for."""
 _BALLAST = "ballast"
 
 
@@ -68,7 +65,7 @@ def disk(folder: Path, n_bytes: int, silly_renames: bool = False) -> Iterator[Di
         (below / "root").mkdir(mode=0o700)
         flags = folder / "flags"
         flags.write_bytes(bytes(silly_renames and name == "silly renames" for name in FLAGS))
-        through = _through_fuse(stack, below / "root", flags, folder)
+        through = stack.enter_context(mounted("faulty_fs", below / "root", flags))
         made = Disk(through or below / "root", below / "root", through and flags, n_bytes if has_tmpfs else None)
         with made.users:
             yield made
@@ -83,32 +80,3 @@ def _mount(stack: ExitStack, command: list[str]) -> bool:
 
 def _unmount(path: Path) -> None:
     subprocess.run(["umount", "--lazy", str(path)], capture_output=True, check=False)
-
-
-def _through_fuse(stack: ExitStack, below: Path, flags: Path, folder: Path) -> Path | None:
-    """Where it is mounted. None: no compiler, no libfuse3, or not permitted here."""
-    binary, mounted = folder / "faulty_fs", folder / "mounted"
-    needed = all(shutil.which(name) for name in ("gcc", "pkg-config"))
-    asked = ["pkg-config", "--cflags", "--libs", "fuse3"]
-    found = subprocess.run(asked, capture_output=True, text=True, check=False) if needed else None
-    if found is None or found.returncode != 0:
-        return None
-    source = HERE / "faulty_fs.c"
-    subprocess.run(["gcc", "-O2", "-Wall", "-Werror", "-o", binary, source, *found.stdout.split()], check=True)
-    mounted.mkdir()
-    options = ["-f", "-o", f"max_threads={THREADS},max_idle_threads={THREADS}"]
-    server = subprocess.Popen([binary, below, flags, mounted, *options], stderr=subprocess.DEVNULL)
-    stack.callback(_end, server, flags, mounted)
-    wait_until(lambda: os.path.ismount(mounted) or server.poll() is not None, "the mount")
-    return mounted if server.poll() is None else None
-
-
-def _end(server: subprocess.Popen[bytes], flags: Path, mounted: Path) -> None:
-    with flags.open("r+b") as file:  # it is mapped, so it must not become shorter
-        file.write(bytes(len(FLAGS)))  # what hangs goes on
-    _unmount(mounted)
-    try:
-        server.wait(10)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()

@@ -43,6 +43,7 @@ from kvtier.connectors.vllm import platform
 
 CHUNK_TOKENS = 64
 BLOCK_TOKENS = 32
+PATIENCE_S = 300.0  # for anything, on a machine that runs more than it can
 
 LLM_ARGUMENTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -208,7 +209,7 @@ class Engine:
 
     def wait_for_set(self) -> None:
         """Until what is computed next has a place in a segment."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while self.scheduler_half._store._keeper.supplies.common.wants_set():
             assert time.monotonic() < deadline, "no segment set was made"
             time.sleep(0.02)
@@ -218,13 +219,13 @@ class Engine:
         if self.worker_half is None:  # in other processes: until the index has all that was planned
             store = self.scheduler_half._store
             ranks = self.llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size
-            deadline = time.monotonic() + 120  # each rank writes a record of each chunk
+            deadline = time.monotonic() + PATIENCE_S  # each rank writes a record of each chunk
             while store._keeper._index.counts().records < ranks * len(store._known):
                 assert time.monotonic() < deadline, "not all that was planned is stored"
                 time.sleep(0.05)
             return
         self.llm.llm_engine.step()  # not the core's get_output: what it says of the tier would be in no metric
-        assert self.worker_half._bridge._transfer.drain(30.0)
+        assert self.worker_half._bridge._transfer.drain(PATIENCE_S)
         self.llm.llm_engine.step()
 
     def counters(self) -> dict[str, float]:

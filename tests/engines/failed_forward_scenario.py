@@ -14,7 +14,7 @@ N_TOKENS = 200
 
 
 def failed_forward(engine: Any, waits_a_step: bool = False) -> dict[str, Any]:
-    """Records that the index has after a prompt, after one whose forward ran out of memory, and after a later one.
+    """Records that the index has got after a prompt, after one whose forward ran out of memory, and after a later one.
 
     waits_a_step: as with EAGLE and MTP, whose chunks are gathered in the step after the one that completed them.
     """
@@ -22,10 +22,12 @@ def failed_forward(engine: Any, waits_a_step: bool = False) -> dict[str, Any]:
     rng = random.Random(engine.root.name)
     before, victim, later = ([rng.randrange(3, 500) for _ in range(N_TOKENS)] for _ in range(3))
     found: dict[str, Any] = {}
+    engine.forget()
     engine.wait_for_set()
+    at_first = records(engine)
     engine.ask([before])
     engine.settle()
-    found["before"] = records(engine)
+    found["before"] = records(engine) - at_first
     layer = _layers(engine)[2]
     compute = layer.forward
     layer.forward = _out_of_memory
@@ -36,10 +38,10 @@ def failed_forward(engine: Any, waits_a_step: bool = False) -> dict[str, Any]:
     layer.forward = compute
     _go_on(engine)
     engine.settle()
-    found["after"] = records(engine)
+    found["after"] = records(engine) - at_first
     engine.ask([later])
     engine.settle()
-    found["later"] = records(engine)
+    found["later"] = records(engine) - at_first
     return found
 
 

@@ -12,9 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
+from types import MappingProxyType
+from typing import Any
 
 HERE = Path(__file__).parent
 POLL_S = 0.02
@@ -49,13 +51,17 @@ class Forker:
         self._answers = self._socket.makefile("r")
         self._read()
 
-    def start(self, argv: Sequence[str], stdin: Path, stdout: Path, stderr: Path) -> Forked:
+    def start(
+        self, argv: Sequence[str], stdin: Path, stdout: Path, stderr: Path, environment: Mapping[str, str]
+    ) -> Forked:
         """`argv`: a script and its arguments, as sys.argv has them there. What it prints is appended to the files."""
         with self._lock:
             self._count += 1
             ended = Path(self._folder.name) / f"{self._count}.ended"
-            job = {"argv": list(argv), "stdin": str(stdin), "stdout": str(stdout), "stderr": str(stderr)}
-            self._socket.sendall(json.dumps(job | {"ended": str(ended)}).encode() + b"\n")
+            job: dict[str, Any] = {"argv": list(argv)}
+            job |= {"stdin": str(stdin), "stdout": str(stdout), "stderr": str(stderr)}
+            job |= {"ended": str(ended), "environment": dict(environment)}
+            self._socket.sendall(json.dumps(job).encode() + b"\n")
             return Forked(int(self._read()), ended)
 
     def close(self) -> None:
@@ -109,6 +115,7 @@ def start(
     stdin: Path = Path(os.devnull),
     python: Path | str = sys.executable,
     second_runner: bool = False,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Forked:
     """A new process, forked from one that has imported vLLM; in a session of its own."""
     key = (str(python), second_runner)
@@ -116,4 +123,4 @@ def start(
         if key not in _forkers:
             forker = _forkers[key] = Forker(str(python), {"ENGINE_SECOND_RUNNER": "1"} if second_runner else {})
             atexit.register(forker.close)
-    return _forkers[key].start(argv, stdin, stdout, stderr)
+    return _forkers[key].start(argv, stdin, stdout, stderr, environment)

@@ -2,9 +2,10 @@
 
 SOCKET is the name of an abstract socket, to which all workers of a test session connect: each gets a line when vLLM is
 imported. Each line of a connection is a job as JSON: {"argv": [script, argument, ...], "stdin", "stdout", "stderr":
-paths, "ended": path}. A process is forked for it that runs the script as if Python had been started with it, in a
-session of its own; its process number is sent back. When it has ended, its status (as subprocess has it) is in the file
-`ended`. Where a connection ends, what still runs of its jobs is killed; with the last one the forker ends.
+paths, "ended": path, "environment": more variables}. A process is forked for it that runs the script as if Python had
+been started with it, in a session of its own; its process number is sent back. When it has ended, its status (as
+subprocess has it) is in the file `ended`. Where a connection ends, what still runs of its jobs is killed; with the last
+one the forker ends.
 
 Importing takes two thirds of an engine's start. What is forked has one thread and no engine yet, so that each engine is
 as in a process of its own.
@@ -55,11 +56,12 @@ def become(job: dict[str, Any]) -> NoReturn:
             opened = os.open(job[name], flags | os.O_APPEND * (fd > 0), 0o600)
             os.dup2(opened, fd)
             os.close(opened)
+        os.environ.update(job["environment"])
         sys.argv = job["argv"]
         runpy.run_path(sys.argv[0], run_name="__main__")
         status = 0
     except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else 1
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from adapters_scenario import adapters, adapters_in_use  # noqa: F401
 from burst_scenario import burst  # noqa: F401
-from engine import BLOCK_TOKENS, CHUNK_TOKENS, Answer, Engine
+from engine import BLOCK_TOKENS, CHUNK_TOKENS, PATIENCE_S, Answer, Engine
 from events_log import EventsLog
 from failed_forward_scenario import failed_forward  # noqa: F401
 from shared_scenario import shared_prefix  # noqa: F401
@@ -64,16 +64,20 @@ def cold_and_warm(engine: Engine, seed: int = 1) -> dict[str, Any]:
     }
 
 
-def warm(engine: Engine, seed: int = 1) -> dict[str, Any]:
-    """The same prompts in a process that has never seen them."""
-    prompts = prompts_of(seed, MIXED_LENGTHS)
-    answers = engine.ask(prompts)
-    return compared(answers, engine.recompute(prompts)) | {"expected": [whole_chunks(n) for n in MIXED_LENGTHS]}
+def fill(engine: Engine, seed: int = 1) -> None:
+    """Prompts of all kinds of lengths, computed and saved."""
+    engine.ask(prompts_of(seed, MIXED_LENGTHS))
+    engine.settle()
 
 
-def warm_of_another(engine: Engine, seed: int) -> dict[str, Any]:
-    """`warm` under a name of its own."""
-    return warm(engine, seed)
+def reload(engine: Engine, *seeds: int) -> list[dict[str, Any]]:
+    """The same prompts, or those of other seeds, in a process that has never seen them."""
+    found = []
+    for seed in seeds or (1,):
+        prompts = prompts_of(seed, MIXED_LENGTHS)
+        again = compared(engine.ask(prompts), engine.recompute(prompts))
+        found.append(again | {"expected": [whole_chunks(n) for n in MIXED_LENGTHS]})
+    return found
 
 
 def tokens_alone(engine: Engine, seed: int) -> dict[str, Any]:
@@ -91,9 +95,9 @@ def tokens_alone(engine: Engine, seed: int) -> dict[str, Any]:
     return results
 
 
-def partial_hits(engine: Engine) -> dict[str, Any]:
+def partial_hits(engine: Engine, seed: int = 2) -> dict[str, Any]:
     """A prompt that shares three chunks and a bit; then one whose local hit ends inside a chunk."""
-    first, tail = prompts_of(2, (400, 150))
+    first, tail = prompts_of(seed, (400, 150))
     engine.ask([first])
     engine.settle()
     engine.forget()
@@ -175,7 +179,7 @@ def aborts(engine: Engine) -> dict[str, Any]:
         for _ in range(steps):
             llm_engine.step()
         llm_engine.abort_request([f"900{steps}", f"901{steps}"])
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while engine.scheduler.requests and time.monotonic() < deadline:
             engine.llm.llm_engine.engine_core.get_output()
         engine.settle()
@@ -346,7 +350,7 @@ def blocks_of_full_hits(engine: Engine) -> dict[str, Any]:
 def meet(engine: Engine, name: str, others: int) -> None:
     """Waits until `others` more engines are as far."""
     (engine.root.parent / f"{engine.root.name}-{name}-{os.getpid()}").touch()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while len(list(engine.root.parent.glob(f"{engine.root.name}-{name}-*"))) <= others:
         assert time.monotonic() < deadline, "the other engine did not come"
         time.sleep(0.01)
@@ -364,11 +368,6 @@ def write_the_same(engine: Engine, others: int) -> dict[str, Any]:
     second = engine.ask(prompts)
     results = {"first": compared(first, reference), "second": compared(second, reference)}
     return results | {"expected": [whole_chunks(n) for n in MIXED_LENGTHS]}
-
-
-def read_the_same(engine: Engine) -> dict[str, Any]:
-    """What several engines wrote at once, in a process that comes later."""
-    return warm(engine, 12)
 
 
 def wide_prompts(engine: Engine, seed: int) -> dict[str, Any]:
@@ -410,7 +409,7 @@ def kv_events(engine: Engine, is_last: bool) -> dict[str, Any]:
     def until(is_enough: Any, phase: str) -> None:
         """What is saved in the background is answered in a later step, and an idle engine makes none."""
         events: list[dict[str, Any]] = []
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while not is_enough(events) and time.monotonic() < deadline:
             engine.settle()
             engine.ask([[5, 6, 7]], 1)

@@ -57,6 +57,7 @@ def shared_prefix(engine: Engine, n: int) -> dict[str, Any]:
     prefix = words(PREFIX_TOKENS)
     prompts = [prefix + words(TAIL_TOKENS) for _ in range(n)]
     run = lambda name, **options: _run(engine, name, prompts, **options)  # noqa: E731
+    engine.forget()
     results = {"computed": run("computed"), "own": run("own")}
     engine.settle()
     held = HeldLoads(engine)

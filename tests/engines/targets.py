@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.engines.conftest import HERE
-from tests.waiting import wait_until
+from tests.engines.fuse import mounted
 
 FAULTS = ("hangs", "fails", "short reads")  # in the order of target_fs.c
 NAME_AT, FILE_BYTES = 64, 256  # as in target_fs.c, bytes
@@ -42,32 +38,16 @@ class Targets:
 
 @contextmanager
 def targets(folder: Path) -> Iterator[Targets]:
-    """Mounted in `folder`; the test is skipped where that is not permitted, or there is no compiler or libfuse3."""
-    below, mounted, flags, file = (folder / name for name in ("below", "mounted", "flags", "target"))
+    """Mounted in `folder`; the test is skipped where that cannot be had."""
+    below, flags, file = (folder / name for name in ("below", "flags", "target"))
     below.mkdir()
-    mounted.mkdir()
     flags.write_bytes(bytes(64))
     file.write_bytes(bytes(FILE_BYTES))
-    if not all(shutil.which(name) for name in ("gcc", "pkg-config", "umount")):
-        pytest.skip("needs gcc, pkg-config and umount")
-    found = subprocess.run(["pkg-config", "--cflags", "--libs", "fuse3"], capture_output=True, text=True, check=False)
-    if found.returncode:
-        pytest.skip("needs libfuse3's headers")
-    binary = folder / "target_fs"
-    subprocess.run(["gcc", "-O2", "-Wall", "-o", binary, HERE / "target_fs.c", *found.stdout.split()], check=True)
-    command = [binary, below, flags, mounted, "-f", "-o", "max_threads=64,max_idle_threads=64"]
-    server = subprocess.Popen(command, env=os.environ | {"TARGET_FILE": str(file)}, stderr=subprocess.DEVNULL)
-    made = Targets(mounted, below, file)
-    try:
-        wait_until(lambda: os.path.ismount(mounted) or server.poll() is not None, "the mount")
-        if server.poll() is not None:
-            pytest.skip("FUSE is not permitted here")
-        yield made
-    finally:
-        made.mend()
-        subprocess.run(["umount", "--lazy", str(mounted)], capture_output=True, check=False)
+    with mounted("target_fs", below, flags, TARGET_FILE=str(file)) as place:
+        if place is None:
+            pytest.skip("needs FUSE, gcc, pkg-config and libfuse3's headers")
+        made = Targets(place, below, file)
         try:
-            server.wait(10)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+            yield made
+        finally:
+            made.mend()

@@ -1,12 +1,13 @@
-"""Forwards that do not end: nothing of what they leave in the engine's blocks may be saved."""
+"""Forwards that do not end: nothing of what they leave in the engine's blocks may be saved.
+
+Real engines in which one raises are in test_real_engine.py and test_shared_root.py.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -67,23 +68,3 @@ def test_a_step_that_never_came_is_missed() -> None:
         pass
     forwards.begins(3)
     assert forwards.has_failed
-
-
-@pytest.mark.parametrize(("runner", "waits_a_step"), [("first", False), ("second", True)])
-def test_real_engine(lab: Any, runner: str, waits_a_step: bool) -> None:
-    """Three whole chunks before the fault, none of the request that met it, and none later."""
-    name = f"failed-forward-{runner}-{waits_a_step}"
-    spec = {
-        "root": str(lab.folder / name),
-        "second_runner": runner == "second",
-        "scenarios": [["failed_forward", waits_a_step]],
-    }
-    found = lab.run(name, [spec])[0]["failed_forward"]
-    assert found == {"before": 3, "raised": "simulated", "after": 3, "later": 3}
-
-
-def test_real_engine_of_an_older_release(lab: Any, older_python: Path) -> None:
-    """0.27.1 asks a step without a forward for no `wait_for_save`."""
-    spec = {"root": str(lab.folder / "failed-forward-old"), "scenarios": [["failed_forward", False]]}
-    found = lab.run("failed-forward-old", [spec], older_python)[0]["failed_forward"]
-    assert found == {"before": 3, "raised": "simulated", "after": 3, "later": 3}

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.save_progress import Frontiers, StepsBehind
 
-from .adapter_files import write
+from .adapter_files import lora, write
 
 FILE = "adapter_config.json"
 
@@ -22,14 +22,14 @@ class Asked:
     """A request of 300 tokens for an adapter in a folder, followed by Frontiers with two steps in flight."""
 
     def __init__(self, folder: Path | None, drafts: int = 0) -> None:
-        lora = None
+        asked_for = None
         adapters = Adapters()
         if folder is not None:
-            lora = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path=str(write(folder, 1.0)))
-            assert adapters.fingerprint(lora) is not None
+            asked_for = lora(write(folder, 1.0))
+            assert adapters.fingerprint(asked_for) is not None
         self.request: Any = SimpleNamespace(
             request_id="r",
-            lora_request=lora,
+            lora_request=asked_for,
             num_tokens=300,
             num_prompt_tokens=300,
             num_computed_tokens=0,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import shutil
-import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -22,20 +20,11 @@ from kvtier.connectors.vllm import KVTierConnector, plugin
 from kvtier.connectors.vllm.weights_loader import KvtierModelLoader
 from kvtier.errors import ConfigError
 from kvtier.storage.root import CAPACITY_UNIT, default_capacity
+from tests.engines import forked
+from tests.engines.conftest import ENGINE_TIMEOUT_S
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 400
 SMALL = {"KVTIER_CHUNK_TOKENS": "64", "KVTIER_SEGMENT_BYTES": "4MiB", "KVTIER_MIN_LOAD_TOKENS": "0"}
-
-
-def run(model: Path, output: Path, python: Path, root: Path) -> dict[str, Any]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-    environment |= SMALL | {"KVTIER_ROOT": str(root), "PYTHONPATH": str(HERE.parents[1])}
-    argv = [str(python), str(HERE / "root_engine.py"), str(model), str(output), ""]
-    ended = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
-    (found,) = json.loads(output.read_text())
-    return found  # type: ignore[no-any-return]
 
 
 def test_the_plugin_is_installed() -> None:
@@ -58,8 +47,12 @@ def test_the_load_format_is_known_once_vllm_imports_its_loaders(monkeypatch: pyt
 
 def test_0_27_takes_the_connector_by_the_root_alone(lab: Any, older_python: Path, tmp_path: Path) -> None:
     """Its hits are those of test_older_release."""
-    found = run(lab.model("llama"), tmp_path / "found.json", older_python, tmp_path / "kv")
-    assert (found["connector"], found["cached"], found["extra"]["root"]) == ("KVTierConnector", 0, str(tmp_path / "kv"))
+    output, log, root = tmp_path / "found.json", tmp_path / "log", str(tmp_path / "kv")
+    argv = [str(HERE / "root_engine.py"), str(lab.model("llama")), str(output), ""]
+    engine = forked.start(argv, log, log, python=older_python, environment=SMALL | {"KVTIER_ROOT": root})
+    assert engine.wait(ENGINE_TIMEOUT_S) == 0, log.read_text()[-6000:]
+    (found,) = json.loads(output.read_text())
+    assert (found["connector"], found["cached"], found["extra"]["root"]) == ("KVTierConnector", 0, root)
 
 
 @pytest.fixture

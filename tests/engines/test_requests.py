@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvtier.connectors.vllm import requests
@@ -15,6 +13,8 @@ from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.requests import view_of, why_items_pass_by
 from kvtier.connectors.vllm.save_progress import final_frontier, step_frontier
 from kvtier.runtime.repeated_log import RepeatedLog
+
+from .adapter_files import lora, write
 
 CHUNK = 64
 
@@ -45,21 +45,6 @@ def view(**changes: Any) -> Any:
 
 def image(identifier: str, offset: int, length: int) -> SimpleNamespace:
     return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
-
-
-def lora(path: Path, **changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(
-        **{"lora_int_id": 1, "lora_name": "a", "lora_path": str(path), "load_inplace": False} | changes
-    )
-
-
-def adapter(folder: Path, value: float) -> Path:
-    from safetensors.numpy import save_file
-
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps({"r": 8}))
-    save_file({"w": np.full(16, value, np.float32)}, folder / "adapter_model.safetensors")
-    return folder
 
 
 def test_a_plain_request_has_no_extras() -> None:
@@ -101,14 +86,14 @@ def test_multimodal_items_are_in_every_chunk_they_touch() -> None:
 
 
 def test_lora_is_known_by_its_weights_not_its_name(tmp_path: Path) -> None:
-    one, same, other = (adapter(tmp_path / name, value) for name, value in (("1", 1.0), ("2", 1.0), ("3", 2.0)))
-    assert view(lora_request=lora(one)).extras == view(lora_request=lora(same, lora_name="b", lora_int_id=7)).extras
+    one, same, other = (write(tmp_path / name, value) for name, value in (("1", 1.0), ("2", 1.0), ("3", 2.0)))
+    assert view(lora_request=lora(one)).extras == view(lora_request=lora(same, 7, "b")).extras
     assert view(lora_request=lora(one)).extras != view(lora_request=lora(other)).extras
     assert list(view(lora_request=lora(one)).extras) == [0]
 
 
 def test_adapters_that_cannot_be_told_apart_are_passed_by(tmp_path: Path) -> None:
-    for unknown in (lora(tmp_path / "nowhere"), lora(adapter(tmp_path / "a", 1.0), load_inplace=True)):
+    for unknown in (lora(tmp_path / "nowhere"), lora(write(tmp_path / "a", 1.0), load_inplace=True)):
         seen = view(lora_request=unknown)
         assert (seen.may_load, seen.may_save) == (False, False)
 

@@ -1,4 +1,5 @@
-"""Real vLLM, sixteen requests with one stored prefix: one load of it and one copy in vLLM's blocks."""
+"""Real vLLM and many requests at once: a burst in front of workers whose queue is full, and sixteen requests with one
+stored prefix, for which there is one load of it and one copy in vLLM's blocks."""
 
 from __future__ import annotations
 
@@ -6,21 +7,36 @@ from typing import Any
 
 import pytest
 
+from kvtier.runtime import metrics as names
+
 N = 16
 CHUNKS = 1024 // 64
 LLM = {"max_num_seqs": 32, "max_num_batched_tokens": 2048, "num_gpu_blocks_override": 1201}
 
 
-def spec(root: str) -> dict[str, Any]:
-    return {"root": root, "llm": LLM, "scenarios": [["shared_prefix", N]]}
+@pytest.fixture(scope="session")
+def newest(lab: Any) -> dict[str, Any]:
+    spec = {"root": str(lab.folder / "at-once"), "llm": LLM, "scenarios": ["burst", ["shared_prefix", N]]}
+    run: dict[str, Any] = lab.run("at-once", [spec])[0]
+    return run
 
 
 @pytest.fixture(scope="session", params=["0.32.0", "0.27.1"])
 def found(request: pytest.FixtureRequest, lab: Any) -> dict[str, Any]:
-    options = {"python": request.getfixturevalue("older_python")} if request.param == "0.27.1" else {}
-    name = f"shared-{request.param}"
-    result: dict[str, Any] = lab.run(name, [spec(str(lab.folder / name))], **options)[0]["shared_prefix"]
+    if request.param == "0.32.0":
+        result: dict[str, Any] = request.getfixturevalue("newest")["shared_prefix"]
+        return result
+    spec = {"root": str(lab.folder / "older-at-once"), "llm": LLM, "scenarios": [["shared_prefix", N]]}
+    result = lab.run("older-at-once", [spec], request.getfixturevalue("older_python"))[0]["shared_prefix"]
     return result
+
+
+def test_what_was_refused_in_a_burst_is_saved_later(newest: dict[str, Any]) -> None:
+    burst = newest["burst"]
+    assert burst["refused"] > 40
+    assert burst["cached"] == [burst["whole"]] * 8 and all(burst["same_tokens"])
+    assert burst["counters"][names.SAVED_LATER] > 40
+    assert not burst["counters"].get(names.SKIPPED_QUEUE_FULL) and not burst["counters"].get(names.DROPPED_TAILS)
 
 
 @pytest.mark.parametrize("way", ["own", "tier", "held", "failed", "overdue", "never"])
