@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from vllm import PoolingParams, SamplingParams
 from kvtier.connectors.vllm.worker import FIGURES_INTERVAL_S
 
 VOCABULARY = range(3, 512)
-MIXED_LENGTHS = (64, 128, 512, 640, 896, 65, 63, 1, 30, 129, 200, 777)
+MIXED_LENGTHS = (640, 65, 128, 200, 64, 512, 896, 63, 1, 30, 129, 777)
 """Exact multiples of a chunk, one token beside them, shorter than a chunk, and longer than a step."""
+ABORTED_AFTER = (*range(8), 20, 45, 70)  # steps: waiting, loading, in the middle of a prefill, decoding
 
 
 def prompts_of(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
@@ -46,9 +48,9 @@ def compared(answers: list[Answer], reference: list[Answer]) -> dict[str, Any]:
     }
 
 
-def cold_and_warm(engine: Engine, seed: int = 1) -> dict[str, Any]:
-    """Prompts of all kinds of lengths: computed, hit in vLLM's own prefix cache, loaded from the tier."""
-    prompts = prompts_of(seed, MIXED_LENGTHS)
+def cold_and_warm(engine: Engine, seed: int = 1, n: int = len(MIXED_LENGTHS)) -> dict[str, Any]:
+    """`n` prompts of all kinds of lengths: computed, hit in vLLM's own prefix cache, loaded from the tier."""
+    prompts = prompts_of(seed, MIXED_LENGTHS[:n])
     reference = engine.recompute(prompts)
     cold = engine.ask(prompts)
     engine.settle()
@@ -60,7 +62,7 @@ def cold_and_warm(engine: Engine, seed: int = 1) -> dict[str, Any]:
         "own": compared(own, reference),
         "warm": compared(warm, reference),
         "warm_as_own": [a.tokens == b.tokens for a, b in zip(warm, own, strict=True)],
-        "expected": [whole_chunks(n) for n in MIXED_LENGTHS],
+        "expected": [whole_chunks(len(prompt)) for prompt in prompts],
     }
 
 
@@ -70,13 +72,13 @@ def fill(engine: Engine, seed: int = 1) -> None:
     engine.settle()
 
 
-def reload(engine: Engine, *seeds: int) -> list[dict[str, Any]]:
-    """The same prompts, or those of other seeds, in a process that has never seen them."""
+def reload(engine: Engine, *which: Sequence[int]) -> list[dict[str, Any]]:
+    """The same prompts, or others (seed, and how many of them if not all), in a process that has never seen them."""
     found = []
-    for seed in seeds or (1,):
-        prompts = prompts_of(seed, MIXED_LENGTHS)
+    for seed, *n in which or ((1,),):
+        prompts = prompts_of(seed, MIXED_LENGTHS[slice(*n)] if n else MIXED_LENGTHS)
         again = compared(engine.ask(prompts), engine.recompute(prompts))
-        found.append(again | {"expected": [whole_chunks(n) for n in MIXED_LENGTHS]})
+        found.append(again | {"expected": [whole_chunks(len(prompt)) for prompt in prompts]})
     return found
 
 
@@ -109,10 +111,10 @@ def partial_hits(engine: Engine, seed: int = 2) -> dict[str, Any]:
     return results
 
 
-def second_turn(engine: Engine, seed: int = 3) -> dict[str, Any]:
+def second_turn(engine: Engine, seed: int = 3, n_tokens: int = 100) -> dict[str, Any]:
     """What was generated is saved as well: the next turn of a conversation hits beyond the first prompt."""
     prompt, more = prompts_of(seed, (300, 50))
-    answer = engine.ask([prompt], 100)[0]
+    answer = engine.ask([prompt], n_tokens)[0]
     engine.settle()
     engine.forget()
     turn = prompt + answer.tokens + more
@@ -164,15 +166,15 @@ def _cached(engine: Engine, prompt: list[int], salt: str | None = None, **parame
     return engine.llm.generate([request], sampling, use_tqdm=False)[0].num_cached_tokens or 0
 
 
-def aborts(engine: Engine) -> dict[str, Any]:
-    """Requests are aborted after 0, 1, 2, ... steps: waiting, loading, in the middle of a prefill, decoding."""
+def aborts(engine: Engine, *after: int) -> dict[str, Any]:
+    """Requests are aborted after so many steps, or ABORTED_AFTER."""
     stored, fresh = prompts_of(5, (640, 600))
     engine.ask([stored])
     engine.settle()
     llm_engine = engine.llm.llm_engine
     parameters = SamplingParams(max_tokens=80, temperature=0, detokenize=False, ignore_eos=True)
     free_blocks = []
-    for steps in (*range(8), 20, 45, 70):
+    for steps in after or ABORTED_AFTER:
         engine.forget()
         for number, prompt in enumerate((stored, fresh[:-steps] if steps else fresh)):
             llm_engine.add_request(f"{900 + number}{steps}", {"prompt_token_ids": prompt}, parameters)
@@ -190,14 +192,14 @@ def aborts(engine: Engine) -> dict[str, Any]:
     return results | compared(after, engine.recompute([stored, fresh]))
 
 
-def preemption(engine: Engine) -> dict[str, Any]:
+def preemption(engine: Engine, n_tokens: int = 120) -> dict[str, Any]:
     """More tokens than the cache holds: requests are preempted, resumed, and their blocks handed on."""
     prompts = prompts_of(6, (150, 160, 170, 180))
     before = engine.counters()
-    crowded = engine.ask(prompts, 120)
+    crowded = engine.ask(prompts, n_tokens)
     engine.settle()
     preempted = {m.name: getattr(m, "value", 0) for m in engine.llm.get_metrics()}["vllm:num_preemptions"]
-    alone = [engine.recompute([prompt], 120)[0] for prompt in prompts]
+    alone = [engine.recompute([prompt], n_tokens)[0] for prompt in prompts]
     results = {"preempted": preempted, "crowded": compared(crowded, alone)}
     turns = [prompt + answer.tokens for prompt, answer in zip(prompts, crowded, strict=True)]
     loaded = []
