@@ -11,6 +11,7 @@ Scenarios are the functions of scenarios.py; each gets an Engine and returns wha
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -38,6 +39,7 @@ from blake3 import blake3
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig, PoolerConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.v1.executor import multiproc_executor
 
 from kvtier.connectors.vllm import platform
 
@@ -152,6 +154,8 @@ class Engine:
         extra = extra_config(spec["root"], **spec.get("extra", {}))
         if "config" in spec:
             extra = {"config": spec["config"]}
+        if arguments.get("tensor_parallel_size", 1) > 1:  # on a CPU vLLM has each rank import everything anew
+            multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
         self.root = Path(spec["root"])
         if spec.get("even_if_it_cannot_continue"):
             platform.check_continuation = lambda vllm_config: None
