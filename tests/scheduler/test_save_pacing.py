@@ -242,7 +242,7 @@ def test_nothing_is_left_of_requests_that_ended(scene: Scene) -> None:
         scene.request(f"r{number}", 4, 1000 * number)
     scene.step("r0", "r1", "r2", ends=["r0", "r1", "r2"])
     scene.step()
-    saves = scene.bridge._saves
+    saves = scene.bridge.saves
     assert not saves._advanced and not saves._ended and not scene.bridge.has_pending_gathers()
     assert all(known.wanted is None or not known.wanted.block_ids for known in scene.engine.store._known.values())
 
