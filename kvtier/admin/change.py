@@ -85,15 +85,15 @@ def list_pins(opened: Opened) -> Pins:
 def add_pin(
     opened: Opened, namespace: bytes, keys: Sequence[bytes] | None, label: str = "", ttl_s: float | None = None
 ) -> PinRow:
-    """Pin a namespace or a prefix; one that is not stored yet, too: what is stored of it later counts then.
+    """Pin a namespace or a prefix. A pin also protects chunks that are stored later.
 
-    keys: of a prefix, from its first chunk on; None: the whole namespace. ttl_s: life of the pin, seconds. Raises
-    AdminRefusal when it would not be protected whole, IndexUnavailable, TierUnavailable.
+    keys: chunk keys of the prefix, from its first chunk on; None: the whole namespace. ttl_s: life of the pin, seconds.
+    Raises AdminRefusal when the pin could not protect all of it, IndexUnavailable, TierUnavailable.
     """
     if keys is not None and len(keys) > PIN_KEYS_MAX:
-        raise AdminRefusal(f"these are {len(keys)} chunks; a pin is of {PIN_KEYS_MAX} at most")
+        raise AdminRefusal(f"the prefix has {len(keys)} chunks; a pin protects at most {PIN_KEYS_MAX}")
     if len(label) > PIN_LABEL_CHARS_MAX or not label.isprintable():
-        raise AdminRefusal(f"the label {label!r}: at most {PIN_LABEL_CHARS_MAX} printable characters")
+        raise AdminRefusal(f"the label {label!r}: it must have at most {PIN_LABEL_CHARS_MAX} printable characters")
     now, shared_s = opened.clock(), opened.index.shared_s
     expires_s = None if ttl_s is None else now + ttl_s
     named = None if keys is None else tuple(keys)
@@ -143,17 +143,20 @@ def list_quotas(opened: Opened) -> QuotaList:
 
 
 def tenant_note(label: str) -> str:
-    """Return the name of the note with a tenant's quota. Raises AdminRefusal for one that no settings can have."""
+    """Return the name of the metadata record with a tenant's quota. Raises AdminRefusal for an invalid label."""
     is_plain = label.isprintable() and not set("/\ufffd") & set(label) and label == label.strip()
     if not is_plain or not 0 < len(label.encode()) <= TENANT_BYTES_MAX:
         what = "printable, without a / and without blanks around it"
-        raise AdminRefusal(f"{label!r} is no tenant's label: that is 1 to {TENANT_BYTES_MAX} bytes in UTF-8, {what}")
+        raise AdminRefusal(f"{label!r} is no tenant's label: a label is 1 to {TENANT_BYTES_MAX} bytes in UTF-8, {what}")
     return limits.tenant_note(label)
 
 
 def set_quota(opened: Opened, name: str, n_bytes: int | None) -> None:
-    """name: `tenant_note` or `limits.namespace_note` of whose it is; None lifts what the settings say. Raises
-    AdminRefusal where no segment set fits and it is not 0, IndexUnavailable, TierUnavailable."""
+    """Set the quota of a tenant or a namespace.
+
+    name: `tenant_note` or `limits.namespace_note`. n_bytes: None for no limit, whatever the settings say. Raises
+    AdminRefusal if the quota is above 0 and below one segment set, IndexUnavailable, TierUnavailable.
+    """
     set_bytes = opened.settings.rank_set_bytes_max
     if n_bytes and n_bytes < set_bytes:
         raise AdminRefusal(

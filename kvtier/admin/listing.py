@@ -15,8 +15,8 @@ PAGE_MAX = 1000
 def list_sets(
     opened: Opened, namespace: bytes | None, tenant: str | None, is_open: bool | None, after: int, limit: int
 ) -> SetPage:
-    """List the sets after id `after`, at most `limit`, by id, which grows with time. namespace, tenant, is_open: None
-    for any. Raises IndexUnavailable."""
+    """List at most `limit` sets with ids above `after`, in the order of their ids, which is the order of creation.
+    namespace, tenant, is_open: filters; None: any. Raises IndexUnavailable."""
     sets = opened.index.sets()
     found = [
         info

@@ -19,8 +19,8 @@ SETS_SHOWN_MAX = 100
 
 
 def look_up(opened: Opened, tokens: Sequence[int], salt: str, namespace: bytes | None = None) -> LookupAnswer:
-    """Look a prompt of plain tokens up in one namespace, or in all. With adapters or images, keys depend on more than
-    can be asked for here. Raises NotThere, IndexUnavailable."""
+    """Look up a prompt of plain tokens in one namespace, or in all. Prompts with adapters or images cannot be looked
+    up: their keys depend on more than tokens and salt. Raises NotThere, IndexUnavailable."""
     sets = opened.index.sets()
     asked = [namespace] if namespace is not None else _all(opened, sets)
     models = {report.namespace: report.model for report in read_reports(opened, opened.clock())[0]}

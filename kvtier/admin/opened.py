@@ -20,7 +20,7 @@ from kvtier.storage.root import Root, namespace_folders, open_root, read_namespa
 
 
 class AdminRefusal(KVTierError):
-    """An operation cannot be done as things are; the text says why."""
+    """Refusal of an operation; the text says why."""
 
 
 class NotThere(AdminRefusal):
@@ -28,7 +28,7 @@ class NotThere(AdminRefusal):
 
 
 class Busy(AdminRefusal):
-    """Another such operation is at work."""
+    """Another operation of the same kind is running."""
 
 
 class NamespaceBook:

@@ -20,13 +20,13 @@ class NoTokenizer(AdminRefusal):
 
 
 def tokenize(opened: Opened, text: str, namespace: bytes | None) -> list[int]:
-    """Tokenize like an engine does a completion's prompt, with special tokens. Raises NoTokenizer."""
+    """Tokenize text as an engine tokenizes the prompt of a completion, with special tokens. Raises NoTokenizer."""
     reports, _ = read_reports(opened, opened.clock())
     wanted = {report.tokenizer for report in reports if namespace is None or report.namespace == namespace.hex()}
     wanted.discard("")
     if len(wanted) != 1:
-        what = "none says" if not wanted else "they differ in"
-        raise NoTokenizer(f"of the engines that live, {what} which tokenizer it is: send token ids")
+        what = "have different tokenizers" if wanted else "do not report a tokenizer"
+        raise NoTokenizer(f"the running engines {what}: send token ids")
     return list(_tokenizer(wanted.pop()).encode(text).ids)
 
 

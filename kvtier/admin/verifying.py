@@ -38,11 +38,11 @@ class Verifying:
         self._known: OrderedDict[str, _Job] = OrderedDict()
 
     def start(self) -> VerifyJob:
-        """Raises Busy where too many wait already."""
+        """Start a verification of the root. Raises Busy if too many wait already."""
         job = _Job(VerifyJob(id=uuid.uuid4().hex, state="waiting", started_s=self._opened.clock()))
         with self._lock:
             if not self._jobs.submit(lambda: self._run(job)):
-                raise Busy(f"{WAITING_MAX} are waiting already")
+                raise Busy(f"{WAITING_MAX} verifications are waiting already")
             self._known[job.answer.id] = job
             while len(self._known) > KEPT_MAX:
                 self._known.popitem(last=False)
@@ -54,12 +54,12 @@ class Verifying:
             return [job.answer for job in reversed(self._known.values())]
 
     def find(self, job_id: str) -> VerifyJob:
-        """Raises NotThere."""
+        """Return a job. Raises NotThere."""
         with self._lock:
             return self._find(job_id).answer
 
     def cancel(self, job_id: str) -> VerifyJob:
-        """End a job after the segment that it reads. Raises NotThere."""
+        """Cancel a job; a running one ends after the segment that it is reading. Raises NotThere."""
         with self._lock:
             job = self._find(job_id)
             job.is_cancelled = True
@@ -75,7 +75,7 @@ class Verifying:
 
     def _find(self, job_id: str) -> _Job:
         if job_id not in self._known:
-            raise NotThere("there is no such job, or it was long ago")
+            raise NotThere(f"there is no job {job_id}, or newer jobs have displaced it")
         return self._known[job_id]
 
     def _run(self, job: _Job) -> None:

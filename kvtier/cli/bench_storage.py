@@ -24,7 +24,7 @@ SLAB_BYTES, SLABS = 512 << 10, 16
 RECORD_BYTES = PAGE_BYTES + SLABS * SLAB_BYTES
 PLAIN_BYTES = 4 << 20
 ROUNDS = 3
-STEPS = ("plain write", "write", "plain read", "read")  # of a round
+STEPS = ("plain write", "write", "plain read", "read")  # steps of a round, in order
 HANGS_S = 60.0  # deadline of one step, seconds
 FREE_SHARE = 4  # at most a fourth of the free space is written
 KEY = b"kvtier-bench-key"
@@ -100,10 +100,11 @@ class Trial:
 def measure(
     folder: Path, sizes: RingSizes, direct: bool, flushes: bool, n_bytes: int, tell: Callable[[], None]
 ) -> tuple[dict[str, float], int]:
-    """Return bytes a second of each of STEPS, and the bytes moved each time: the median over the rounds, of plain
-    system calls, as a ceiling, the best round.
+    """Return the rate of each of STEPS, bytes a second, and the bytes that a step moves.
 
-    direct: past the page cache. flushes: a write ends with fdatasync. tell: called after each step. Raises OSError,
+    A rate is the median over the rounds. Plain system calls serve as the ceiling: their rate is that of the best round.
+
+    direct: bypass the page cache. flushes: a write ends with fdatasync. tell: called after each step. Raises OSError,
     TierUnavailable.
     """
     disk = os.statvfs(folder)

@@ -1,7 +1,7 @@
 """`kvtier check CONFIG.yaml`: check whether an engine would start with these settings, and cache. Writes nothing.
 
-It runs the checks of an engine's own start. An engine whose Redis does not answer starts, but caches nothing until it
-does: that is status 1 here.
+It runs the checks of an engine's own start. An engine whose Redis does not answer starts, but caches nothing until
+Redis answers; the check then ends with status 1.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def check(
         typer.Option(metavar="JSON", help="The option of vLLM: also check its kv_role and kv_load_failure_policy."),
     ] = None,
     shows_all: Annotated[
-        bool, typer.Option("--all", help="Print every setting, not only those that are set or matter most.")
+        bool, typer.Option("--all", help="Print every setting, also those that have their defaults.")
     ] = False,
 ) -> int:
     """Tell whether an engine would start and cache, and with which settings.
 
-    It prints the settings that are set or chosen for this machine. The exit status is 1 if it would not start (one line
-    on standard error has the reason) or would cache nothing.
+    It prints the settings that are set or chosen for this machine. The exit status is 1 if the engine would not start
+    (one line on standard error has the reason) or would cache nothing.
     """
     try:
         settings, warning = _settings(path, kv_transfer_config)
@@ -123,7 +123,7 @@ def _settings(config: Path | None, transfer: str | None) -> tuple[Settings, str]
 
 
 def _lines(settings: Settings, shows_all: bool) -> list[str]:
-    """Return the settings that are set, then those that are chosen, or with shows_all all others."""
+    """Return a line for each setting that is set, then for each that kvtier chose, or with shows_all for all others."""
     values, usual, chosen = dict(_leaves(settings)), dict(_leaves(Settings(root=settings.root))), _chosen(settings)
     is_set = [name for name in values if name == "root" or values[name] != usual[name]]
     others = [name for name in values if name not in is_set and (shows_all or name in chosen)]

@@ -25,9 +25,9 @@ from kvtier.runtime.units import size
 from kvtier.storage.filesystem import FreeSpace
 from kvtier.storage.segments import KEPT_OPEN
 
-ROWS_MAX = 20  # sets that are listed
+ROWS_MAX = 20  # most sets that are listed
 SHOW_TIMEOUT_S = 10.0  # longest wait for the space of evicted files to show, seconds
-POLL_S = 0.2  # interval between two looks at the disk, seconds
+POLL_S = 0.2  # interval between two reads of the free space, seconds
 DELETED = " (deleted)"  # ends the link of an open file without a name in /proc/PID/fd
 
 
@@ -63,7 +63,7 @@ def evict(
     prompt_file: prompts.PromptFileOption = None,
     salt: prompts.SaltOption = "",
     everything: Annotated[
-        bool, typer.Option("--all", help="All sets but the pinned ones, or with --namespace all of it.")
+        bool, typer.Option("--all", help="All sets but the pinned ones; with --namespace, all of that namespace.")
     ] = False,
     include_pinned: Annotated[bool, typer.Option("--include-pinned", help="With --all: pinned sets as well.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be evicted.")] = False,
@@ -81,11 +81,13 @@ def evict(
     if not everything and all(value is None for value in (n_bytes, unused, namespace, tenant)) and not by_prompt:
         raise NotDone("which sets? say --bytes, --unused, --namespace, --tenant or a prompt, or --all for everything")
     if include_pinned and not everything:
-        raise NotDone("--include-pinned goes with --all only: remove the pins of what is to go (kvtier unpin)")
+        raise NotDone(
+            "--include-pinned goes with --all only: to evict fewer sets, remove their pins first (kvtier unpin)"
+        )
     with deployment(path, config) as opened:
         namespace_id = None if namespace is None else prompts.namespace_of(namespace, opened)
         if by_prompt and namespace_id is None:
-            raise NotDone("a prefix is one of a namespace: add --namespace")
+            raise NotDone("a prefix belongs to a namespace: add --namespace")
         set_ids = (
             opened.evictor.sets_of(prompts.keys_of(given, opened, namespace_id)) if by_prompt and namespace_id else None
         )
@@ -174,7 +176,7 @@ def _row(found: SetRow) -> tuple[str, ...]:
     return found.set_id, found.namespace[:12], tenant, size(found.n_bytes), f"{found.uses:,}", when(found.used_s)
 
 
-# --- space that is free afterwards, and processes of this node that hold some of it ---
+# --- freed space, and processes of this node that keep some of it ---
 
 
 def free_bytes(folder: Path) -> int:

@@ -75,18 +75,20 @@ def _print(root: Root, where: str, found: Agreement) -> None:
         print(f"... and {found.n_disagreements - len(found.disagreements):,} more")
     print(
         f"{root.path}: {counted(found.records, 'record')} in {counted(found.segments, 'segment')}; {where} knows "
-        f"{counted(found.chunks, 'chunk')} in {counted(found.sets, 'segment set')}: {found.indexed:,} of the records "
-        f"are in it, {found.second:,} of chunks that others stored first, {found.unpublished:,} not published yet, "
-        f"{found.unnamed:,} of chunks that it does not have, {counted(found.n_disagreements, 'disagreement')}"
+        f"{counted(found.chunks, 'chunk')} in {counted(found.sets, 'segment set')}. Records: {found.indexed:,} in the "
+        f"index, {found.second:,} of chunks that others stored first, {found.unpublished:,} not published yet, "
+        f"{found.unnamed:,} of chunks that the index does not have; {counted(found.n_disagreements, 'disagreement')}"
     )
     if found.unnamed:
         print(
-            "A record of a chunk that the index does not have only takes room until its set is evicted: two engines "
-            "may have stored the chunk, and the index had the other record, which was evicted. kvtier index rebuild "
-            "adds it."
+            "A record whose chunk is not in the index is a miss and takes room until its set is evicted. Such records "
+            "remain where two engines stored a chunk and the record that the index had was evicted. kvtier index "
+            "rebuild adds them."
         )
     if found.n_disagreements:
-        print("What disagrees is a miss at its next use. kvtier index rebuild makes the index agree with the segments.")
+        print(
+            "Such records are misses at their next use. kvtier index rebuild makes the index agree with the segments."
+        )
 
 
 @contextmanager
@@ -118,7 +120,11 @@ def _rebuild(index: Index, root: Root) -> Rebuilt:
         while (rebuilt := keeping.rebuild(show)) is None:
             if time.monotonic() > deadline:
                 other = index.lease_owner(SWEEP_LEASE, time.time())
-                why = f"{other} is sweeping it or rebuilding its index already" if other else "reading it was held up"
+                why = (
+                    f"{other} is sweeping it or rebuilding its index"
+                    if other
+                    else "another sweep interrupted the rebuild"
+                )
                 raise IndexUnavailable(f"{root.path}: {why}; try again")
             time.sleep(0.1)
     return rebuilt

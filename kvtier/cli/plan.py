@@ -30,8 +30,8 @@ from kvtier.runtime.units import size
 
 _RATE = re.compile(r"(?P<size>[\d.]+\s*(?:[KMGT]i?)?)(?P<unit>B|bits?)?/s", re.IGNORECASE)
 
-BYTES_MIN, BYTES_MAX = 1 << 20, 1 << 60  # sizes that are taken, bytes: 40 is meant as 40 GiB
-COUNT_MAX = 10**9  # largest count; more is a slip
+BYTES_MIN, BYTES_MAX = 1 << 20, 1 << 60  # accepted sizes, bytes; a bare 40, meant as 40 GiB, is refused
+COUNT_MAX = 10**9  # largest accepted count; a larger one is a typing error
 
 Column = tuple[str, Callable[[CodecPlan], str]]
 
@@ -55,7 +55,7 @@ def _positive(text: str, most: float = math.inf) -> float:
 
 
 def _rate(text: str) -> float:
-    """Read a rate, as bytes a second. Bits need their full name, because "Gb" is written for either."""
+    """Read a rate, as bytes a second. Bits need their full name, because "Gb" is used for bits and for bytes."""
     found = _RATE.fullmatch(text.strip())
     if found is None:
         raise typer.BadParameter(f'{text!r}: it must be a size a second, such as "2GB/s", or in bits "16Gbit/s"')
@@ -89,28 +89,37 @@ def plan(
     tensor_parallel: Count = 1,
     pipeline_parallel: Count = 1,
     gpu_memory_utilization: Annotated[
-        float, _option("F", partial(_positive, most=1.0), "The engine's share of it.")
+        float, _option("F", partial(_positive, most=1.0), "Share of that memory that the engine takes.")
     ] = 0.9,
-    reserve: int = typer.Option("4GiB", metavar="SIZE", parser=_size, help="Of that, for activations and CUDA graphs."),
-    kv_dtype: Annotated[Literal["auto", "fp8"], typer.Option(help="In which the engine keeps KV.")] = "auto",
-    chunk_tokens: Annotated[int, typer.Option(metavar="N", min=1, max=COUNT_MAX, help="As in the settings.")] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(metavar="N", min=1, max=COUNT_MAX, help="Of a step.")] = 8192,
+    reserve: int = typer.Option(
+        "4GiB", metavar="SIZE", parser=_size, help="Part of the engine's share for activations and CUDA graphs."
+    ),
+    kv_dtype: Annotated[Literal["auto", "fp8"], typer.Option(help="Dtype in which the engine keeps KV.")] = "auto",
+    chunk_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, max=COUNT_MAX, help="chunk_tokens of the settings.")
+    ] = 256,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, max=COUNT_MAX, help="Most tokens of a step.")
+    ] = 8192,
     hbm_staging: Annotated[
-        int | None, _option("SIZE", _size, "hbm.staging_bytes of the settings; without it, by the step.")
+        int | None,
+        _option("SIZE", _size, "hbm.staging_bytes of the settings; without it, derived from the tokens of a step."),
     ] = None,
-    host_memory: Annotated[int | None, _option("SIZE", _size, "Of the host arena of each rank.")] = None,
-    storage: Annotated[int | None, _option("SIZE", _size, "Of the root.")] = None,
+    host_memory: Annotated[int | None, _option("SIZE", _size, "Host arena of each rank.")] = None,
+    storage: Annotated[int | None, _option("SIZE", _size, "Storage of the root.")] = None,
     storage_rate: Annotated[
-        float | None, _option("RATE", _rate, "At which all ranks together read it, as 2GB/s or 16Gbit/s.")
+        float | None, _option("RATE", _rate, "Rate at which all ranks together read the root, as 2GB/s or 16Gbit/s.")
     ] = None,
-    pcie_rate: Annotated[float | None, _option("RATE", _rate, "From host memory to one GPU, as 55GB/s.")] = None,
+    pcie_rate: Annotated[float | None, _option("RATE", _rate, "Rate from host memory to one GPU, as 55GB/s.")] = None,
     prefill_rate: Annotated[
         PrefillRate | None,
         _option("RATE@N", _rate_at, "Tokens a second of a prefill of N tokens, as 40000@8192."),
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, max=COUNT_MAX, help="To reload; without it, the model's longest context."),
+        typer.Option(
+            metavar="N", min=1, max=COUNT_MAX, help="Tokens to reload; without it, the model's longest context."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> int:

@@ -11,12 +11,12 @@ Progress = Callable[[int, int], None]
 
 @contextmanager
 def progress(doing: str, unit: str = "") -> Iterator[Progress]:
-    """Return a function of (done, total) that draws the bar as long as the context lasts. unit: "" for bytes, with
-    sizes and rate."""
+    """Yield a function of (done, total) that updates a bar on a terminal. unit: of the counts; "" for bytes, which are
+    shown with their rate."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
-    from rich import progress as bars  # a tenth of a second, which programs do not wait for
+    from rich import progress as bars  # its import takes 0.1 s; not needed without a terminal
     from rich.console import Console
 
     counts = (bars.MofNCompleteColumn(" of "), bars.TextColumn(unit))

@@ -54,7 +54,7 @@ def quota(
         known = {known.name for known in opened.settings.capacity.tenants}
     show(found, as_json, _print)
     if not as_json and tenant is not None and not reset and tenant not in known:
-        print(f"no tenant is called {tenant} in these settings: only engines that know one by it keep that")
+        print(f"no tenant is called {tenant} in these settings: only engines whose settings have it keep that quota")
     return OK
 
 

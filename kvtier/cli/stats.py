@@ -37,7 +37,7 @@ def stats(path: PathArgument = None, config: ConfigOption = None, as_json: JsonO
 
 
 def _stats_of_root(root: Root, as_json: bool) -> int:
-    """Print what a root stores, without its deployment."""
+    """Print what a root stores, from its folder alone."""
     with readable_index(root) as index:
         found = stats_of(root, index)
     if not as_json:

@@ -47,7 +47,7 @@ def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> N
 
 
 def show(answer: A, as_json: bool, write: Callable[[A], None]) -> None:
-    """Print an answer for programs, or for people by `write`."""
+    """Print an answer as JSON, or as text by `write`."""
     if as_json:
         print_json(answer.model_dump(mode="json"))
     else:

@@ -33,8 +33,8 @@ def verify(path: PathArgument = None, config: ConfigOption = None, as_json: Json
 
 
 def _verify(root: Root, as_json: bool, signer: Signer | None, index: Index | None = None) -> int:
-    """Verify a root and print the findings. index: an open one; None: the root's own, or else one made from the record
-    headers. signer: has the secret of signed records; without it signatures are not checked."""
+    """Verify a root and print the findings. index: an open one; None: the root's own, or one made from the record
+    headers. signer: holds the secret of signed records; without it signatures are not checked."""
     started = time.monotonic()
     opened = readable_index(root) if index is None else nullcontext(index)
     with opened as found, progress("verifying", "segments") as show:
@@ -62,5 +62,6 @@ def _print(root: Root, report: VerifyReport, seconds: float) -> None:
         print(f"The signatures of {report.unproved:,} records were not checked: name the settings with their secret.")
     if report.bad:
         print(
-            "What is bad is a miss at its next use: nothing has to be done. index rebuild takes out what has no file."
+            "Bad records are misses at their next use: nothing has to be done. kvtier index rebuild removes those without "
+            "a file from the index."
         )

@@ -23,12 +23,12 @@ from kvtier.errors import ConfigError
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 from kvtier.runtime.units import rate, size
 
-RANKS_MAX = 1024  # largest --tp; more is a slip
+RANKS_MAX = 1024  # largest --tp; a larger one is a typing error
 
 FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a model with safetensors files.")]
 DtypeOption = Annotated[
     Literal["auto", "bfloat16", "float16", "float32"],
-    typer.Option(help="As the engine's --dtype; auto is what the engine takes without one."),
+    typer.Option(help="The engine's --dtype; auto: the dtype that the engine chooses without that option."),
 ]
 TensorOption = Annotated[int, typer.Option("--tp", metavar="N", min=1, max=RANKS_MAX, help="Tensor-parallel size.")]
 
@@ -147,7 +147,7 @@ def shard(
 
 
 def _engine(folder: Path) -> ModuleType:
-    """Return the module that works with vLLM. Raises ConfigError, NotDone without vLLM."""
+    """Return the module that plans with vLLM. Raises ConfigError without config.json, NotDone without vLLM."""
     if not (folder / "config.json").is_file():
         raise ConfigError("model", str(folder), "there is no config.json; name the folder of a Hugging Face model")
     try:
