@@ -34,7 +34,7 @@ class Faults:
 
     @contextmanager
     def contained(self, doing: str) -> Iterator[None]:
-        """Note an Exception of the body, and go on behind it."""
+        """Count and log an Exception of the body, and suppress it."""
         try:
             yield
         except Exception as fault:

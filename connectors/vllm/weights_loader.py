@@ -179,7 +179,7 @@ class KvtierModelLoader(DefaultModelLoader):
         if self._damage is not None:
             raise self._damage
         if plan is None:
-            self.why = self.why or "its loaders cannot be recorded"
+            self.why = self.why or "the model's loaders cannot be recorded"
             return None
         # Not found by name: a loader may have replaced or removed parameters.
         return PlannedLoad(plan, trace.tensors, expected, TRACED)
@@ -219,7 +219,7 @@ class KvtierModelLoader(DefaultModelLoader):
             self._damage = fault
             return None
         except (ValueError, TypeError, AssertionError, LookupError, AttributeError, RuntimeError) as fault:
-            self.why = f"its loaders cannot be recorded ({type(fault).__name__}: {fault})"
+            self.why = f"the model's loaders cannot be recorded ({type(fault).__name__}: {fault})"
             raise
         finally:
             self._trace = None
@@ -249,7 +249,7 @@ class KvtierModelLoader(DefaultModelLoader):
         )[:3]
         files = [Path(os.path.abspath(name)) for name in sorted(names, key=_natural_sort_key)]
         if self._files is not None:
-            self.why = self.why or ("" if is_safetensors else "its files are not safetensors")
+            self.why = self.why or ("" if is_safetensors else "the checkpoint's files are not safetensors")
             self._files += files
             return
         assert self._trace is not None

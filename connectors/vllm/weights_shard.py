@@ -53,7 +53,7 @@ def plans(folder: Path, tensor_size: int, dtype: str = AUTO) -> Iterator[RankPla
                 model, loader = build_model(config), _loader()
                 planned = loader.record(model, config.model_config, reader)
             if planned is None:
-                raise ConfigError("model", str(folder), f"it is not loaded by a plan: {loader.why}")
+                raise ConfigError("model", str(folder), f"kvtier cannot plan its load: {loader.why}")
             plan = planned.plan
             table = plan.copies.T
             spans = (table[ROWS] - 1) * table[SOURCE_PITCH] + table[ROW_BYTES]

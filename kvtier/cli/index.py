@@ -123,7 +123,7 @@ def _rebuild(index: Index, root: Root) -> Rebuilt:
                 why = (
                     f"{other} is sweeping it or rebuilding its index"
                     if other
-                    else "another sweep interrupted the rebuild"
+                    else "the rebuild took longer than its lease"
                 )
                 raise IndexUnavailable(f"{root.path}: {why}; try again")
             time.sleep(0.1)

@@ -62,6 +62,6 @@ def _print(root: Root, report: VerifyReport, seconds: float) -> None:
         print(f"The signatures of {report.unproved:,} records were not checked: name the settings with their secret.")
     if report.bad:
         print(
-            "Bad records are misses at their next use: nothing has to be done. kvtier index rebuild removes those without "
-            "a file from the index."
+            "Bad records are misses at their next use: nothing has to be done. kvtier index rebuild removes those "
+            "without a file from the index."
         )

@@ -147,7 +147,7 @@ class CodedPages(ABC):
 
     @property
     def is_fast(self) -> bool:
-        """Return True if kernels may have PTX; else they are compiled without, or on the CPU interpreted, for tests."""
+        """Return True if kernels may have inline PTX. Others are for older GPUs, and for the interpreter of tests."""
         return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 0)
 
     def first_layer(self, patch: Patch) -> int:

@@ -65,8 +65,8 @@ class WatchedMover:
     """
 
     def __init__(self, mover: Mover, preset: str, vectors: VectorPages, rope_base: float = 0.0) -> None:
-        """vectors: of the pages, with the coder of what `mover` encodes. preset: as it is set. rope_base: of the rotary
-        embedding of K, which hides a bias; 0 if it is not known."""
+        """vectors: the pages that `mover` encodes, with their coder. preset: name of the codec. rope_base: base of the
+        rotary embedding of K, which hides a bias; 0: unknown."""
         self.heads_compared = self.heads_bad = 0
         self._mover, self._preset, self._vectors, self._rope_base = mover, preset, vectors, rope_base
         self._lock = threading.Lock()

@@ -31,9 +31,9 @@ class EncodedLayer(NamedTuple):
 
 
 class LayerCoder(Protocol):
-    """Vectors of one layer of a chunk to bytes and back. `cells`: the layer and the heads, numbers within the model.
+    """Coder of the vectors of one layer of a chunk. `cells`: the layer and the heads, numbers within the model.
 
-    tokens: of a chunk.
+    tokens: tokens of a chunk.
     """
 
     tokens: int
@@ -99,7 +99,8 @@ class VectorPages:
                 plane[blocks[first:]] = in_blocks[:, first:].permute(1, 2, 0, 3)
 
     def parts(self, move: Move, heads_together: int = 0) -> list[tuple[Extent, torch.Tensor]]:
-        """Cells of one layer, and their bytes in the slabs: (heads, bytes of the layer), a view.
+        """Divide a move into parts of one layer. Return the cells of each, and a view of their bytes in the slabs:
+        (heads, bytes of the layer).
 
         heads_together: most heads of a part; 0: as many as are encoded together.
         """
@@ -118,7 +119,7 @@ class VectorPages:
         return parts
 
     def vectors(self, cells: Extent, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of K and V of one layer in these blocks: (heads, tokens, size)."""
+        """Return copies of K and V of one layer in these blocks: (heads, tokens, size)."""
         k, v = (plane[blocks].permute(2, 0, 1, 3).flatten(1, 2) for plane in self._planes(cells))
         return k, v
 
@@ -129,7 +130,7 @@ class VectorPages:
         return tuple(plane[:, :, heads] for plane in planes)
 
     def blocks(self, move: Move) -> torch.Tensor:
-        """Ids of a move's blocks, on the pages' device. Raises ValueError for blocks that the pages do not have."""
+        """Return the ids of a move's blocks, on the pages' device. Raises ValueError for blocks out of range."""
         k = self._pages.layers[0].k
         if min(move.block_ids) < 0 or max(move.block_ids) >= k.shape[0]:
             raise ValueError(f"blocks {min(move.block_ids)}-{max(move.block_ids)} are out of range of {k.shape[0]}")

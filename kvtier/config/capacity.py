@@ -74,7 +74,7 @@ class CapacitySettings(BaseModel):
         salts = Counter(salt for tenant in self.tenants for salt in tenant.cache_salts)
         whose = [tenant.name for tenant in self.tenants if any(salts[salt] > 1 for salt in tenant.cache_salts)]
         if whose:
-            fix = f"a cache salt stands twice (tenants: {', '.join(whose)}): name it with one tenant, and there once"
+            fix = f"a cache salt is listed twice (tenants: {', '.join(whose)}): list it once, with one tenant"
             raise ConfigError("capacity.tenants", HIDDEN, fix)
 
     def check_sets(self, set_bytes: int, capacity_bytes: int, slots: int | None) -> None:

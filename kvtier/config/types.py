@@ -59,7 +59,7 @@ def parse_seconds(value: object) -> object:
 
 
 def multiple_of(unit: int, why: str) -> AfterValidator:
-    """Return the check of a number that must be a multiple."""
+    """Return a validator that refuses numbers that are not multiples of `unit`."""
 
     def check(value: int) -> int:
         if value % unit:

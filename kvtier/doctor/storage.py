@@ -40,12 +40,12 @@ def place_of(root: Path) -> Path:
 
 def examine_storage(host: Host, root: Path, settings: Settings | None, peer: Path | None = None) -> Iterator[Diagnosis]:
     """Examine `root` as configured, and its coherence with `peer`, another mount of the same file system. Writes files
-    there, or where it would be made, which are removed again. settings: None for the defaults."""
+    to `root`, or to the folder in which it would be made, and removes them. settings: None for the defaults."""
     settings = settings or Settings.model_construct(root=root.absolute())
     try:
         place = place_of(root.absolute())
         check_mount(settings)
-        if settings.index.kind != "redis":  # with one in Redis a root belongs to no node
+        if settings.index.kind != "redis":  # a root with an index in Redis belongs to no node
             check_node(root.absolute() / f"v{FORMAT_VERSION}")
     except ConfigError as fault:
         yield Diagnosis("bad", "root", str(root), fault.fix)

@@ -11,7 +11,7 @@ from kvtier.eviction.limits import Need, Quotas, Used
 from kvtier.eviction.set_removal import Removal
 from kvtier.index.base import SetInfo
 
-FUTURE_S = 60.0  # a time is called later than now beyond this, seconds: clocks that are kept together differ by less
+FUTURE_S = 60.0  # times later than now by more than this are in the future, seconds: synchronized clocks differ by less
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,22 +153,23 @@ def least_recent_first(sets: Iterable[SetInfo]) -> list[SetInfo]:
 
 
 class _Seen(NamedTuple):
-    """A set with a time in the future. at_s: when it was seen first with this count of uses."""
+    """A set with a time in the future. at_s: time at which the set was first seen with this count of uses."""
 
     uses: int
     at_s: float
 
 
 class FutureTimes:
-    """Memory of one evictor: the sets of the last look that had a time later than now, which comes from a wrong clock.
-    Uncorrected, such a set would stay for as long as that clock was ahead. Writes nothing, because the clock that is
-    wrong may be this node's, for a moment."""
+    """Sets that had a time in the future when this evictor last read the index. A wrong clock wrote such a time, and
+    without a correction the set would stay until that time has passed. The corrections are not written to the index,
+    because the wrong clock may be this node's own."""
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
 
     def corrected(self, sets: Sequence[SetInfo], now_s: float) -> list[SetInfo]:
-        """Return the sets, each such time replaced by when it was seen first; a use since then counts as one now."""
+        """Return the sets. A time in the future is replaced by the time at which it was first seen, or, if the set was
+        used since, by now."""
         seen, found = {}, []
         for info in sets:
             if max(info.created_s, info.used_s) > now_s + FUTURE_S:

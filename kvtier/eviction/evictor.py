@@ -195,7 +195,7 @@ class Evictor:
 
     def _choice(self, capacity_bytes: int, for_admin: bool) -> EvictionChoice:
         sets = self._future.corrected(self._index.sets(), self._clock())
-        pending = self._remover.pending(sets, self._clock())  # what `finish` has left is away, or cannot be unlinked
+        pending = self._remover.pending(sets, self._clock())  # those that `finish` could not complete
         return EvictionChoice(
             sets, self.protected(sets, capacity_bytes), self._filled(sets) if for_admin else None, pending
         )

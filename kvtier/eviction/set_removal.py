@@ -123,14 +123,14 @@ class Remover:
             self._index.put_note(f"{AWAY_PREFIX}{removal.set_id:016x}", note, self._clock() + AWAY_S)
 
     def finish(self, now_s: float) -> None:
-        """End the removals that others began, and unlink the files of removed sets that are back by now. Called under
-        the lease of who evicts, or of who sweeps."""
+        """Complete removals that other evictors began, and unlink files of removed sets that were away and are back.
+        The caller holds the lease of eviction or of the sweep."""
         for prefix, finish in ((PREFIX, self._finish_begun), (AWAY_PREFIX, self._finish_away)):
             for note, value in self._index.notes(prefix, now_s).items():
                 try:
                     is_over = finish(Removal.read(note, value))
                 except (ValueError, struct.error, TierUnavailable) as fault:
-                    self._log.warning("stays", "a set whose removal was begun stays for now: %s", fault)
+                    self._log.warning("stays", "a removal that was begun cannot be completed now: %s", fault)
                     continue
                 if is_over:
                     self._index.drop_note(note)
@@ -141,7 +141,7 @@ class Remover:
         return True
 
     def _finish_away(self, removal: Removal) -> bool:
-        # A sweep may have taken the set in again: then the index counts it, and it is evicted in its turn.
+        # A sweep may have added the set to the index again: then the set is counted and evicted like others.
         if self._index.some_sets([removal.set_id]):
             return True
         freed_bytes = self._unlink(removal.set_id, removal.namespace)
@@ -157,8 +157,8 @@ class Remover:
         return sum(removal.n_bytes for removal in begun if removal.set_id not in known)
 
     def pending(self, sets: Iterable[SetInfo], now_s: float) -> list[Removal]:
-        """Return removals that may be incomplete, or whose files may come back. sets: read from the index before; a
-        removal of one of these is left out."""
+        """Return removals that may be incomplete, or whose files may come back. sets: those that the index
+        had before; their removals are left out."""
         known, found = {info.set_id for info in sets}, list[Removal]()
         for note, value in (self._index.notes(PREFIX, now_s) | self._index.notes(AWAY_PREFIX, now_s)).items():
             with suppress(ValueError, struct.error):

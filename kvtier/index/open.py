@@ -61,7 +61,7 @@ def open_index(settings: Settings, root: Root, metrics: Metrics | None = None, *
 
 @contextmanager
 def closed_on_fault(index: Index) -> Iterator[None]:
-    """Close the index if it turns out that it cannot be used."""
+    """Close the index if the body finds that it cannot be used."""
     try:
         yield
     except (ConfigError, IndexUnavailable):

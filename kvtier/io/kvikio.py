@@ -107,7 +107,7 @@ class KvikioReader(Reader):
 
     Args:
         buffer: (address, bytes) of that memory.
-        piece_bytes: of one read, and of each thread's pinned bounce buffer.
+        piece_bytes: size of one read, and of the pinned bounce buffer of each thread.
         direct: reads bypass the page cache.
         load: imports KvikIO (replaced in tests).
 

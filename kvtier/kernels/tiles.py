@@ -144,7 +144,7 @@ def tile_rows(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def in_order(product: tl.tensor, SIDE_BY_SIDE: tl.constexpr) -> tl.tensor:
-    """(rows, columns), its columns put where `turboquant_tables.product_columns` says. No data moves."""
+    """(rows, columns), its columns ordered as by `product_columns` (kvtier.codecs.turboquant.tables). No data moves."""
     N_ROWS: tl.constexpr = product.shape[0]
     N_COLUMNS: tl.constexpr = product.shape[1]
     PAIRS: tl.constexpr = SIDE_BY_SIDE // 2

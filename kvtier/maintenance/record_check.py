@@ -1,8 +1,8 @@
-"""Single records that are read beside the load path, a piece at a time, and second looks at records that were not read
-as they were summed, before they are taken out of the index.
+"""Record check: reads one record beside the load path, a piece at a time. A record that failed its checksums in a load
+is read a second time before it is retracted from the index.
 
-On a file system whose clients cache, such a read may be stale: bytes that another node wrote can show a second or two
-later. Until the second look the chunk is a miss, and nothing is retracted.
+On a file system whose clients cache, the first read may be stale: bytes that another node wrote can show a second or
+two later. Until the second read the chunk is a miss, and nothing is retracted.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class RecordVerdict(Enum):
     """Result of reading a record's place. UNKNOWN: it cannot be read for now, or is larger than any record."""
 
     AS_SUMMED = 0
-    OTHER = 1  # other bytes, or a file that is no such segment or ends before
+    OTHER = 1  # other bytes, or the file is another segment or too short
     GONE = 2  # no such file
     UNKNOWN = 3
 
@@ -146,8 +146,8 @@ def _sum(fd: int, start: int, n_bytes: int, seed: int, buffer: AlignedBuffer) ->
 
 
 def _read_fully(fd: int, view: memoryview, offset: int) -> bool:
-    """Fill the buffer. Return False if the file ends before. A read may give less than it was asked for, and the
-    rest when asked again."""
+    """Fill the buffer. Return False if the file ends before. A read may return less than was asked for; the rest is
+    read next."""
     while view:
         n_read = os.preadv(fd, [view], offset)
         if n_read == 0:

@@ -56,8 +56,8 @@ class RootStats:
 
 
 class Finding(NamedTuple):
-    """A fault that was found. namespace: folder; "" where none is meant. segment: file name in it, or set; "" likewise.
-    slot: None where the whole file is meant."""
+    """A fault that was found. namespace: its folder; "" if the fault has none. segment: file name in the folder, or
+    set; "" if the fault has none. slot: None if the fault is of the whole file."""
 
     namespace: str
     segment: str

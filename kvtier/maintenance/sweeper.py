@@ -355,11 +355,11 @@ class Housekeeper:
                 if not isinstance(fault, Corrupt):
                     log.warning("a segment in no index stays, with its set: %s", fault)
                     continue
-                log.info("removing what is no segment: %s", fault)
+                log.info("removing a file that is no segment: %s", fault)
                 try:
                     files.unlink(set_id, part)
-                except TierUnavailable as refusal:  # as of a folder with a segment's name, which must not end the sweep
-                    log.warning("what is no segment stays: %s", refusal)
+                except TierUnavailable as refusal:  # a folder with a segment's name must not end the sweep
+                    log.warning("cannot remove a file that is no segment: %s", refusal)
 
     def _namespaces(self) -> list[SegmentFiles]:
         return [SegmentFiles(folder, direct=False) for folder in namespace_folders(self._folder)]

@@ -443,7 +443,7 @@ class Keeper:
 
 
 def _settle(ids: deque[T], settle: Callable[[T], object]) -> None:
-    """Settle what the ids name. Each is taken out once that is done."""
+    """Call `settle` for each id. An id is removed once its call has returned."""
     while ids:
         settle(ids[0])
         ids.popleft()

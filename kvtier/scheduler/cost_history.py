@@ -77,7 +77,7 @@ class KeptCosts:
             note = self._index.notes(self._name, now_s).get(self._name)
             self._was_recalled = True
             if note is not None:
-                with suppress(Corrupt):  # it is written anew in time
+                with suppress(Corrupt):  # a later refresh replaces it
                     self.expected = self._kept = unpack(note)
         latest = self.latest
         if latest is not None and (self._kept is None or not is_close(latest, self._kept)):

@@ -89,7 +89,7 @@ class _Fit:
 
 
 class BreakEven:
-    """Shortest hit that is loaded, by what loads and prefills cost. Thread-safe.
+    """Shortest hit that is loaded, by the costs of loads and prefills. Thread-safe.
 
     calibrated: cost of loads on an idle machine; clock: seconds.
     """
@@ -176,7 +176,7 @@ class BreakEven:
 
 
 class FixedLimit(BreakEven):
-    """Configured number of tokens; what is measured changes nothing."""
+    """Configured number of tokens; measured costs do not change it."""
 
     is_measured = False
 

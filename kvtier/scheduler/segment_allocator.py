@@ -30,8 +30,9 @@ class _Set:
 
 
 class SetSupply:
-    """Allocator of one tenant: one set is being filled and up to `spares_max` are ready, for a long prompt may fill
-    several in one step. used_s: when a chunk was last meant for it. room: back-off after no set could be created."""
+    """Allocator of one tenant: one set is being filled and up to `spares_max` are ready, because a long prompt may
+    fill several in one step. used_s: time at which a chunk was last planned. room: back-off after a set could not be
+    created."""
 
     def __init__(self, slots: int, spares_max: int, tenant: str = "") -> None:
         self.slots = slots
@@ -40,7 +41,7 @@ class SetSupply:
         self.room = Backoff()
         self._spares_max = spares_max
         self._lock = threading.Lock()
-        self._sets: dict[int, _Set] = {}  # those that are not settled; without a taken slot: ready
+        self._sets: dict[int, _Set] = {}  # unsettled sets by id; those without a taken slot are ready
         self._current: _Set | None = None
         self._missed_s: float | None = None
 
@@ -71,7 +72,7 @@ class SetSupply:
         return one.taken == self.slots and not one.returned
 
     def _ready(self) -> _Set | None:
-        """Return the next set to fill: one of which slots stayed blank, or a new one."""
+        """Return the next set to fill: one with slots that were returned, or a new one."""
         reopened = (one for one in self._sets.values() if one.taken and not self._is_full(one))
         return next(reopened, None) or next(iter(self._spares()), None)
 

@@ -290,7 +290,7 @@ class Store:
         self._refused_until_s.clear()
 
     def forget_lost(self, keys: Sequence[bytes]) -> None:
-        """Allow chunks that the index no longer has to be saved again, unless they are still on their way there."""
+        """Allow saving chunks again that the index has lost, unless their first save is still under way."""
         now = self._clock()
         for key in keys:
             known = self._known.get(key)

@@ -108,7 +108,7 @@ class SegmentFiles(OpenSegments):
             try:
                 self._fill_and_close(fd, header)
             except OSError:
-                with suppress(OSError):  # a sweep finds it
+                with suppress(OSError):  # a sweep removes it
                     os.unlink(name, dir_fd=folder)
                 raise
 

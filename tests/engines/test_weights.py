@@ -184,7 +184,7 @@ def test_loaders_that_cannot_be_recorded_get_real_tensors(llama: Any, caplog: An
     for load, reason in (
         (computes, ""),
         (indexes, "a loader made a tensor without data"),
-        (calls_numpy, "its loaders cannot be recorded (TypeError: "),
+        (calls_numpy, "the model's loaders cannot be recorded (TypeError: "),
     ):
         model = fresh_model(config)
         model.load_weights = load.__get__(model)
@@ -229,7 +229,10 @@ def test_why_vllm_loads_itself(llama: Any, checkpoints: Any, caplog: Any, tmp_pa
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     model, other = fresh_model(config), copy.copy(config.model_config)
     other.model = str(tmp_path)
-    assert load_with_reason(model, SimpleNamespace(model_config=other), caplog) == "its files are not safetensors"
+    assert (
+        load_with_reason(model, SimpleNamespace(model_config=other), caplog)
+        == "the checkpoint's files are not safetensors"
+    )
     assert_equal(model, expected)
 
 

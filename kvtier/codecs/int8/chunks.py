@@ -197,8 +197,8 @@ def _encode_k(
     """Encode K of one layer, head and chunk, by pairs of channels. Return bits of the largest magnitude of each row of
     a tile.
 
-    plane: to base and strides, as in kvtier.kernels.device. slab: pointers to the words of codes, scales and raw
-    tokens.
+    plane: pointers to base and strides, as in kvtier.kernels.device. slab: pointers to the words of codes, scales and
+    raw tokens.
     """
     codes, scales, raw = slab
     SHAPE: tl.constexpr = (C.rows, P.padded // 64, 16)

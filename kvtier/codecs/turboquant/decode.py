@@ -2,7 +2,7 @@
 
 A program decodes one layer of one head of one chunk, K, then V. Centroids up to 4 bits are whole numbers of 7 bits: the
 tensor cores turn them back as int8, exactly. prmt makes them, four at a time, out of tables in two registers; in what
-order the elements come out of it does not matter, as the rows of the matrix come in the same (turboquant_tables).
+order the elements come out of it does not matter, as the rows of the matrix come in the same (tables.py).
 
 P stands for a plane's PlaneCode, C for the launch's TurboquantChunkShape. Where C.fast is not set, or prmt's tables do
 not fit, centroids are looked up in memory.
@@ -76,7 +76,7 @@ def _matrix_half(matrix: tl.tensor, HALF: tl.constexpr, P: tl.constexpr) -> tl.t
 
 @triton.jit
 def _centroids(fields: tl.tensor, P: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Two int8 for each byte of two fields, in the order of turboquant_tables."""
+    """Two int8 for each byte of two fields, in the order of tables.py."""
     first, second = tl.inline_asm_elementwise(P.centroids, "=&r,=&r,r", [fields], (tl.int8, tl.int8), True, 4)
     return first, second
 
@@ -103,7 +103,7 @@ def _decode_plane(
     P: tl.constexpr,
     C: tl.constexpr,
 ) -> None:
-    """Decodes K or V of one layer, head and chunk. Arguments as in turboquant_encode; move: to a row of the table.
+    """Decodes K or V of one layer, head and chunk. Arguments as in encode.py; move: pointer to a row of the move table.
     tables: words to flip elements with, decode_matrix, centroids by code, tile_angles."""
     signs, matrix, centroids, angles = tables
     codes, scales, mean, raw = slab
@@ -165,7 +165,7 @@ def decode_chunks(
     V: tl.constexpr,
     C: tl.constexpr,
 ) -> None:
-    """Grid: (heads, layers, moves). Arguments as in turboquant_encode.encode_chunks; table: (moves, 2 + n_blocks)."""
+    """Grid: (heads, layers, moves). Arguments as in encode.encode_chunks; table: (moves, 2 + n_blocks)."""
     N_BLOCKS: tl.constexpr = C.tokens // C.block_tokens
     K_BYTES: tl.constexpr = C.tokens * K.size * K.bits // 8
     V_BYTES: tl.constexpr = C.tokens * V.size * V.bits // 8

@@ -37,8 +37,8 @@ from kvtier.kernels.paged import PagedKV
 
 
 class TurboquantTiling(NamedTuple):
-    """Tokens of a head that a program works on at once, a multiple of 16 a warp (of 8 in the encoding by warps,
-    kvtier.codecs.turboquant.warps); warps; registers a thread at most, 0 for what the compiler likes."""
+    """Tiling of a kernel. rows: tokens of a head that a program works on at once, a multiple of 16 for each warp (of 8
+    in warps.py). registers: limit of a thread; 0: the compiler chooses."""
 
     rows: int
     warps: int

@@ -1,10 +1,10 @@
 """Turboquant's encoding on the device: one launch reads pages, and writes codes, scales, means and sums.
 
 A program encodes one layer of one head of one chunk: K, then V, tile after tile. What must be equal on all machines is
-made of whole numbers, as the reference has it (kvtier.codecs.turboquant.reference): turboquant_whole makes them, the
-tensor cores rotate them exactly, turboquant_pack finds and packs the codes. Almost all of it works on two elements at
-a time. Vectors of 64 and 128 elements with few bits are rotated as turboquant_warps has it, by warps that do not wait
-for each other.
+made of whole numbers, as the reference has it (kvtier.codecs.turboquant.reference): whole.py makes them, the tensor
+cores rotate them exactly, pack.py finds and packs the codes. Almost all of it works on two elements at
+a time. Vectors of 64 and 128 elements with few bits are rotated as in warps.py, by warps that do not wait for each
+other.
 
 At the end a program reads back what it wrote, from the cache, and adds its part to its slab's checksum.
 
@@ -76,11 +76,11 @@ def _encode_plane(
     P: tl.constexpr,
     C: tl.constexpr,
 ) -> tl.tensor:
-    """Encodes K or V of one layer, head and chunk. Returns whether it must be refused.
+    """Encodes K or V of one layer, head and chunk. Returns True if the chunk must be refused.
 
-    plane: to base and strides, as in kvtier.kernels.device. tables: words to flip elements with,
-    turboquant_tables.encode_matrix, squares of centroids by code, tile_angles. slab: where codes, scales, mean and raw
-    tokens go; mean is K's, else not looked at.
+    plane: pointers to base and strides, as in kvtier.kernels.device. tables: words to flip elements with,
+    encode_matrix, squares of centroids by code, tile_angles (all of tables.py). slab: pointers to write codes, scales,
+    mean and raw tokens to; the mean is of K only.
     """
     signs, rotation, squares, angles = tables
     codes, scales, mean, raw = slab

@@ -106,7 +106,10 @@ def encode_layer(k: torch.Tensor, v: torch.Tensor, slabs: SlabFormat, signs: Sig
 def decode_layer(
     data: torch.Tensor, slabs: SlabFormat, signs: Signs, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K (..., T, k_size) and V (..., T, v_size) in `dtype`. data: (..., slabs.layer_bytes) uint8. signs: as encoded."""
+    """Decode to K (..., T, k_size) and V (..., T, v_size) in `dtype`.
+
+    data: (..., slabs.layer_bytes) uint8. signs: those of the encoding.
+    """
     tokens = slabs.tokens
     k_codes = _unpack(data[..., : slabs.v_codes], tokens, slabs.bits.k)
     v_codes = _unpack(data[..., slabs.v_codes : slabs.k_scales], tokens, slabs.bits.v)

@@ -48,7 +48,7 @@ class PlaneCode(NamedTuple):
 
 
 class TurboquantChunkShape(NamedTuple):
-    """rows: of a tile. fast: with PTX; the interpreter has none. by_warps: the encoding is that of turboquant_warps."""
+    """rows: tokens of a tile. fast: with inline PTX, which the interpreter lacks. by_warps: encode as in warps.py."""
 
     tokens: int
     block_tokens: int

@@ -7,7 +7,7 @@ dimension are the warps: Triton gives each its own part, and takes the tensor co
 would be one of four, which wait for each other).
 
 P stands for a plane's PlaneCode, C for the launch's TurboquantChunkShape (kvtier.codecs.turboquant.tables); numbers
-and units are those of turboquant_whole.
+and units are those of whole.py.
 """
 
 # mypy: disallow-untyped-decorators=False

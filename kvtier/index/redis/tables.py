@@ -41,8 +41,8 @@ class Table:
         """Change fields. Return field -> (old value, new value); b"" is an absent field.
 
         change: (field, value) -> new value. script: ADD_TO_TABLE where a full server has to refuse the change.
-        token: condition of the change, that EVICT_LEASE still has it. Raises StaleLease, and changes nothing more, when
-        it has another one.
+        token: fields are changed only while EVICT_LEASE has this token. Raises StaleLease once it has another one; the
+        remaining fields stay as they are.
         """
         if not fields:
             return {}

@@ -74,8 +74,8 @@ class Wire(Protocol):
 
 
 class Login(CredentialProvider):
-    """The user name and password that the settings name. secret: the setting with the password. One in a file is read
-    at each connect, so that it can be rotated."""
+    """The user name and password that the settings name. secret: the setting with the password. A password
+    file is read at each connect, so that the password can be rotated."""
 
     def __init__(self, settings: IndexSettings, secret: Secret = "password") -> None:
         self._settings = settings
@@ -92,14 +92,15 @@ class Login(CredentialProvider):
 
 
 def login(settings: IndexSettings, secret: Secret = "password") -> Login | None:
-    """Return the login, None where the settings have no password. Raises ConfigError for a file that has none."""
+    """Return the login, None where the settings have no password. Raises ConfigError for a file without a password."""
     return None if settings.secret(secret) is None else Login(settings, secret)
 
 
 def password_file(settings: IndexSettings, said: str, error: Exception) -> str:
-    """Name the setting and the file of the password that a server refused; "" for other errors and other passwords.
+    """Return the setting and the file of the password that a server refused, as text; "" if the server refused
+    something else, or the password is not from a file.
 
-    said: the error's text; an error of a Sentinel's login is a part of it.
+    said: text of the error, in which redis-py quotes errors of a Sentinel's login.
     """
     at_sentinel = settings.place.kind == "sentinel" and "AuthenticationError" in said
     if not at_sentinel and not isinstance(error, AuthenticationError):

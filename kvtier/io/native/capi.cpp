@@ -251,7 +251,7 @@ EXPORT int kvtier_range_wait(kvtier_range_job* job, int64_t timeout_ns) {
 
 EXPORT void kvtier_range_cancel(kvtier_range_job* job) { (*job)->cancel(); }
 
-// All copies of earlier files, and of bytes of `file` before `offset`, have landed.
+// Sets `file` and `offset`: all copies from earlier files, and from bytes of `file` before `offset`, have landed.
 EXPORT void kvtier_range_progress(kvtier_range_job* job, uint64_t* landed, uint64_t* read, uint32_t* file,
                                   uint64_t* offset) {
   *landed = (*job)->bytes_landed();
