@@ -34,7 +34,7 @@ class _Cached(Generic[Content]):
 
 
 class SlotTable(Generic[Content]):
-    """States of slots, with LRU. Thread-safe. `Content` is what the caller wants to know about a cached chunk.
+    """States of slots, with LRU. Thread-safe. `Content`: facts that the caller keeps with a cached chunk.
 
     A slot is free, reserved (being filled), or cached (holds a chunk that can be found by its key). A cached slot with
     leases is being read and is never reused (I3). When no slot is free, the least recently used slot without a lease is
@@ -117,7 +117,7 @@ class SlotTable(Generic[Content]):
             return is_new, cached.slot, cached.content
 
     def discard(self, *slots: int) -> None:
-        """Give reserved slots back unfilled."""
+        """Give back reserved slots that were not filled."""
         with self._lock:
             for slot in slots:
                 self._reserved.remove(slot)
@@ -196,7 +196,7 @@ class SlotTable(Generic[Content]):
 
 
 class Arena(SlotTable[Content]):
-    """Thread-safe.
+    """Slots of one buffer. Thread-safe.
 
     Args:
         buffer: (n_bytes,) uint8, its address a multiple of the page for direct I/O.

@@ -31,8 +31,8 @@ class Jobs(Protocol):
         ...
 
     def widen(self, stuck_s: float) -> None:
-        """Run other jobs beside those that have run for `stuck_s`, and may hang in the kernel: on as many threads more,
-        up to EXTRA_THREADS_MAX."""
+        """Add a thread for each job that has run for `stuck_s` and may hang in the kernel, up to EXTRA_THREADS_MAX, so
+        that other jobs run beside it."""
         ...
 
     def drain(self, timeout_s: float) -> bool:
@@ -78,7 +78,7 @@ class ThreadJobs:
             n_more = 0 if self._closed else max(0, self._n_wanted - self._n_threads)
             self._n_threads += n_more
             if self._n_wanted < self._n_threads:
-                self._changed.notify_all()  # as many threads end
+                self._changed.notify_all()  # the threads that were added end
         for _ in range(n_more):
             self._start_thread()
 

@@ -1,8 +1,8 @@
 """Open segments: descriptors shared by all users of a segment, counted, and closed when long unused or when their set
 was removed.
 
-No system call is made while the lock is held: any of them may hang on a network file system. `release` makes none, for
-it is called on threads that must not wait (I10).
+No system call is made while the lock is held: any of them may hang on a network file system. `release` makes none,
+because threads call it that must not wait (I10).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class OpenSegment:
         self._pool = pool
 
     def release(self) -> None:
-        """Give the descriptor back. A forgotten segment is closed by the next call that opens or closes files: this one
-        may be made on a thread that must not wait."""
+        """Give the descriptor back. The next call that opens or closes files closes a forgotten segment, because
+        `release` may run on a thread that must not wait."""
         pool = self._pool
         with pool.lock:
             self.users -= 1

@@ -50,8 +50,9 @@ HBM_SHARE = 2 / 3
 
 
 class Memory(NamedTuple):
-    """Arenas of one worker. arena, host, order, sums: see worker.context.WorkerContext. save_slots: of the arena, that
-    saves may hold; held_slots: beside those, that wait there for their records. pinner: of the host arena."""
+    """Arenas of one worker. arena, host, order, sums: see worker.context.WorkerContext. save_slots: slots of the
+    arena that saves may hold; held_slots: further slots, of chunks that wait there for their records. pinner: pins the
+    host arena."""
 
     arena: ChunkArena
     host: ChunkArena | None
@@ -135,7 +136,7 @@ class Pinner:
         self._has_ended.wait(PIN_START_MAX_S)
 
     def make_way(self) -> None:
-        """Take half of the time at most from now on: the engine is at work."""
+        """Pin at most half of the time from now on, because the engine is at work."""
         self._makes_way.set()
 
     def close(self) -> None:

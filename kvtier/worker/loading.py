@@ -158,7 +158,7 @@ class LoaderCallbacks(LoopPart, Protocol):
 class ChunkLoader:
     """Steps of the chunks of a worker. Not thread-safe: called on the loop's thread.
 
-    in_state: the chunks in each state that a turn goes through, in the order in which they came to it.
+    in_state: the chunks of each state, in the order in which they reached it; a turn goes through these states.
     """
 
     def __init__(
@@ -346,7 +346,7 @@ class ChunkLoader:
             self._release([fetch])
 
     def _open(self, fetches: Sequence[Fetch]) -> None:
-        """Have the pool open the segments of some chunks of a load and a set, and submit their reads, in order."""
+        """Let the pool open the segments of chunks of one load and one set, and submit their reads, in order."""
         self.set_state(fetches, State.OPENING)
         held = HeldSegments(fetches[0].namespace, len(fetches), is_anew=fetches[0].was_reread)
         for fetch in fetches:

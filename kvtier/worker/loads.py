@@ -1,9 +1,9 @@
-"""Loads of a worker, as part of its transfer loop: which chunks are brought, in which order, and for whom.
+"""Loads of a worker, as part of its transfer loop: which chunks are read, in which order, and for which requests.
 
-A turn takes what has ended (reads, copies, scatters, work of the pool), verifies what has arrived and scatters what is
-verified, whichever loads it belongs to, in one launch each, and begins as many reads as are worth having under way.
-Each load is answered exactly once, by its deadline unless its scatters still run (I10). Bytes that fail their checksum
-never reach the engine (I2): from the first bad chunk on, the blocks are reported as failed.
+A turn takes the reads, copies, scatters and tasks of the pool that have ended. It verifies the chunks of all loads that
+have arrived in one launch, scatters the verified ones in another, and begins reads up to the limit. Each load is
+answered exactly once, by its deadline unless its scatters still run (I10). Bytes that fail their checksum never reach
+the engine (I2): from the first bad chunk on, the blocks are reported as failed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Loader:
     thread, all else on the loop's.
 
     Args:
-        pool: run what may wait for storage or the index.
+        pool: runs tasks that may wait for storage or the index.
     """
 
     def __init__(self, worker: WorkerContext, admit: Admissions, loop: TransferLoop, pool: Jobs) -> None:
@@ -248,7 +248,7 @@ class Loader:
         """Begin the next chunks of a load, which are in no fetch. Return False if there is no room."""
         plan, room = load.plan, min(self._chunks.begun_together, self._window - len(self._fetches))
         begun: dict[bytes, Fetch] = {}
-        first_set = plan.chunks[load.waiting[-1]].entry[FIRST_SET]  # where its file hangs, others are still opened
+        first_set = plan.chunks[load.waiting[-1]].entry[FIRST_SET]  # if its file hangs, other sets are still opened
         for number in islice(reversed(load.waiting), max(0, room)):
             chunk = plan.chunks[number]
             if chunk.key in self._fetches or chunk.key in begun or chunk.entry[FIRST_SET] != first_set:

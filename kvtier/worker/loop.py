@@ -1,9 +1,9 @@
 """Transfer loop: one thread that owns the state of a worker's loads and saves, and never waits for storage or index.
 
-Other threads hand it work with `post`. What may wait for storage or index is a task of a pool of threads, whose result
-comes back as a post. A turn takes what was posted and what the device has done, and then runs the steps of each part:
-the loads, the copies of saves, and their records. The loop is a job: it ends when only a task or the engine can give it
-work, and they start it again.
+Other threads hand it work with `post`. Work that may wait for storage or index is a task of a pool of threads; its
+result is posted to the loop. A turn takes the posts and the marks that the device has reached, and then runs the steps
+of each part: the loads, the copies of saves, and their records. The loop is a job: it ends when only a task or the
+engine can give it work, and they start it again.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Turn(NamedTuple):
 class LoopPart(Protocol):
     """Part of the loop's work, called on its thread.
 
-    work: chunks or loads under way; without any, there is no turn. marks: (mark of launches or copies that are under
-    way, callback that runs once it is done, its argument). due_s: time at which there is work that comes with time
-    alone, such as a deadline, as of the last turn.
+    work: chunks or loads under way; without any, there is no turn. marks: (mark of launches or copies under way,
+    callback that runs once the mark is done, its argument). due_s: time of the next deadline or other timed work, as of
+    the last turn.
     """
 
     marks: list[tuple[Mark, Then, Any]]
@@ -72,7 +72,7 @@ class LoopPart(Protocol):
 
 
 class TransferLoop:
-    """`post`, `look` and `drain` may be called on any thread, all else on the loop's.
+    """The loop of a worker. `post`, `look` and `drain` may be called on any thread, all else on the loop's.
 
     Args:
         jobs: run the loop, on one thread.
@@ -96,7 +96,7 @@ class TransferLoop:
         return TaskPool(self, jobs)
 
     def post(self, then: Then | None, value: Any = None) -> bool:
-        """Have a turn made that begins with `then(value)`. Return False if the loop is closed, and makes none."""
+        """Request a turn that begins with `then(value)`. Return False if the loop is closed and makes no more turns."""
         with self.changed:
             if then is not None:
                 self._posted.append((then, value))
@@ -109,7 +109,7 @@ class TransferLoop:
             return self._is_running
 
     def look(self) -> None:
-        """Have a turn made if a deadline has passed, and other tasks run beside those that hang."""
+        """Request a turn if a deadline has passed, and add threads to pools whose tasks hang."""
         if min(map(_due_of, self.parts)) <= self._worker.clock():
             self.post(None)
         if self.n_tasks:
@@ -128,7 +128,7 @@ class TransferLoop:
             return True
 
     def when_done(self, part: LoopPart, mark: Mark, then: Then, value: Any) -> None:
-        """Have `then(value)` called once the mark is done."""
+        """Call `then(value)` once the mark is done."""
         if mark is None:  # on the CPU
             then(value)
         else:
@@ -220,7 +220,7 @@ class TransferLoop:
 
 
 class TaskPool:
-    """Threads for what may wait for storage or index."""
+    """Threads for tasks that may wait for storage or index."""
 
     def __init__(self, loop: TransferLoop, jobs: Jobs) -> None:
         self._loop = loop

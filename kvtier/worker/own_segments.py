@@ -34,7 +34,7 @@ class OwnSegments:
     Args:
         writes: content of a record of this rank.
 
-    unpublished: (namespace, set, slot) of records whose saves failed, and that are to be erased.
+    unpublished: (namespace, set, slot) of records to erase, because their saves failed.
     """
 
     def __init__(self, worker: WorkerContext, writes: Extent) -> None:

@@ -53,8 +53,8 @@ class FileReads(NamedTuple):
 
 
 class HeldSegments:
-    """Segments that are open for some chunks of a namespace, and memory that their reads fill, until all chunks have
-    released them. is_anew: through descriptors that are opened for these chunks. Thread-safe."""
+    """Segments that are open for some chunks of a namespace, and the memory that their reads fill, until all chunks
+    have released them. is_anew: True if descriptors are opened for these chunks alone. Thread-safe."""
 
     def __init__(self, namespace: bytes, n_chunks: int, *, is_anew: bool = False) -> None:
         self.namespace = namespace
@@ -65,7 +65,7 @@ class HeldSegments:
         self._lock = threading.Lock()
 
     def release(self, n_chunks: int = 1) -> None:
-        """Release for some of the chunks."""
+        """End the use by some of the chunks."""
         with self._lock:
             self._n_chunks -= n_chunks
             if self._n_chunks:
@@ -87,7 +87,7 @@ class _Prepared(NamedTuple):
 class RecordReader:
     """Reads records for all loads of a worker. Thread-safe.
 
-    engine: reads the bytes. arena: where they land, on the host if records are signed. signs: True if records are
+    engine: reads the bytes. arena: receives them, in host memory if records are signed. signs: True if records are
     signed, so that `judge` must check each chunk, even if its reads are CLEAN.
     """
 
@@ -104,8 +104,9 @@ class RecordReader:
         self._slab_bytes: dict[Extent, int | None] = {}  # of records of this model
 
     def begin(self, chunks: Sequence[tuple[LoadChunk, int]], held: HeldSegments) -> list[FileReads | Exception]:
-        """Submit the reads of chunks into their slots, in order up to the first that fails; return what became of each
-        up to that one. The segments stay open until `held` is released, which is not before the reads have ended."""
+        """Submit the reads of chunks into their slots, in order up to the first that fails. Return the reads of each,
+        then the fault of that one; fewer when the queue is full. The segments stay open until `held` is released, after
+        the end of the reads."""
         begun_s, failed, prepared = self._worker.clock(), list[FileReads | Exception](), list[_Prepared]()
         try:
             # First, because it raises for the namespace of another worker, whose records must not be judged here.

@@ -76,8 +76,8 @@ class Staged:
 class SaveBatch:
     """Chunks of one namespace that are in one state together, from OPENING on.
 
-    held: segments that are open for it. files: descriptors that are written. io: writes or flushes under way. results:
-    of the writes.
+    held: segments that are open for the batch. files: descriptors that are written. io: writes or flushes under way.
+    results: of the writes.
     """
 
     namespace: bytes
@@ -113,13 +113,13 @@ class Ends(Protocol):
 
 
 class RecordWriter:
-    """Writer of the records of a rank: part of the loop (kvtier.worker.loop.LoopPart). Called on the loop's thread, but
-    for what methods say.
+    """Writer of the records of a rank: part of the loop (kvtier.worker.loop.LoopPart). Called on the loop's thread,
+    unless a method says otherwise.
 
     ready: chunks to write. arena: the arena in host memory from which they are written.
 
     Args:
-        pool: runs what may wait for storage or the index.
+        pool: runs tasks that may wait for storage or the index.
     """
 
     def __init__(self, worker: WorkerContext, pool: TaskPool, saver: Ends) -> None:
@@ -421,7 +421,7 @@ class RecordWriter:
     # --- the end ---
 
     def give_up(self) -> None:
-        """End all chunks that are not answered. What is in the pool comes back from it."""
+        """End all chunks that are not answered. Tasks in the pool still return their results."""
         self.ready.clear()
         for batch in list(self._batches):
             if batch.io is not None:  # even if it has ended: the loop takes no more results

@@ -98,16 +98,16 @@ def _layout_of(worker: WorkerContext, segments: OwnSegments) -> RecordLayout:
 
 class Saver:
     """Part of the loop (kvtier.worker.loop.LoopPart): the copies down into the host arena. `save` and `take_done` are
-    called on the engine's thread, all else on the loop's, but for what methods say.
+    called on the engine's thread, all else on the loop's, unless a method says otherwise.
 
     A rank that writes nothing, because it holds a copy of another's heads, answers nothing. A forward never waits (I4):
     saves are bounded.
 
     Args:
-        pool: run what may wait for storage or the index.
+        pool: runs tasks that may wait for storage or the index.
     """
 
-    due_s = math.inf  # nothing comes with time alone
+    due_s = math.inf  # saves have no timed work here
 
     def __init__(
         self, worker: WorkerContext, loop: TransferLoop, pool: Jobs, bounds: SaveBounds, admit: Admissions
@@ -368,7 +368,7 @@ class Saver:
         self._n_left += n_chunks
 
     def give_up(self) -> None:
-        """Leave all chunks to the writer, which ends them."""
+        """Hand all chunks to the writer, which ends them."""
         self.work.clear()
 
 

@@ -50,8 +50,8 @@ class Transfer:
     """Called from the worker's thread.
 
     Args:
-        bounds: of the chunks that saves may hold in the arena at a time; the rest is for loads.
-        cost: of a load here, as it was measured at start; None: not known.
+        bounds: limits of the chunks that saves may hold in the arena at a time; the rest is for loads.
+        cost: measured cost of a load on this machine; None: not known.
         pinner: pins the host arena in the background; None: nothing is pinned.
     """
 

@@ -86,7 +86,7 @@ class View(NamedTuple):
         return list(map(partial(self.txn.get, db=self.databases[database]), keys))  # type: ignore[arg-type]
 
     def leading(self, database: str, keys: Sequence[bytes], wanted: Callable[[bytes], bool]) -> list[bytes]:
-        """Return the values of `keys` up to the first that is missing or not `wanted`."""
+        """Return the values of `keys` before the first that is missing or not `wanted`."""
         get, handle = self.txn.get, self.databases[database]
         found: list[bytes] = []
         for key in keys:
