@@ -92,7 +92,7 @@ def spread(seconds: Sequence[float]) -> str:
 
 
 def bold(count: int) -> str:
-    """Make a count that should be 0 stand out."""
+    """Return a count in bold unless it is 0, as it should be."""
     return f"**{count:,}**" if count else "0"
 
 

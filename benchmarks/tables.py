@@ -179,8 +179,8 @@ simple(
     "load-mix",
     "gpu/load_mix",
     lambda result: load_mix.table_rows(result["result"]),
-    "**{shape[requests]} requests in flight on a full tier that evicts** (`run_h200.sh load`, {source}; no fault: "
-    "{verdict}):",
+    "**{shape[requests]} requests in flight on a full tier that evicts** (`run_h200.sh load`, {source}; goal of "
+    "no fault: {verdict}):",
 )
 simple(
     "saving",

@@ -36,14 +36,14 @@ KVTIER = {
     "min_load_tokens": 256,
 }
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 16384, "block_size": 32, "max_num_seqs": 4}
-ENGINE |= {"max_num_batched_tokens": 2048, "enable_prefix_caching": False}  # what is reused came from the tier
+ENGINE |= {"max_num_batched_tokens": 2048, "enable_prefix_caching": False}  # every reused token comes from the tier
 # A KV cache of a fixed size, so that the tier's staging has room; vLLM picks Triton's attention there, which takes
 # float32. On the CPU the environment gives the size.
 ON_A_GPU = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.5}
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",  # as without a connector: with one, vLLM computes on a core less
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",  # with a connector vLLM would reserve another core
 }
 
 Answers = list[dict[str, Any]]

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.engine JOB.json RESULT.json TIMEOUT_S
 
 Job: EngineSetup.job with "steps": [[name, arguments...], ...], functions of steps.py and of the scripts, and optionally
-"watch": of how many of kvtier's chunks one is digested. processes.py starts it and sets the environment.
+"watch": N, to digest one of N chunks of kvtier. processes.py starts it and sets the environment.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class DeviceClock:
         """Return the milliseconds of `work` on the device, the median of the runs.
 
         Unlike triton.testing.do_bench this leaves out the host's part of a short launch: the device sleeps until all
-        that is timed is queued. Its L2 cache is overwritten before.
+        timed work is queued. The L2 cache is overwritten before.
         """
         for _ in range(3):
             work()
@@ -127,7 +127,7 @@ def run(
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--tune", action="store_true", help="also try all candidates of the kernels' parameters")
+    parser.add_argument("--tune", action="store_true", help="also try all candidates for the kernels' parameters")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device: nothing to measure", file=sys.stderr)

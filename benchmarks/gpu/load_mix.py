@@ -1,4 +1,5 @@
-"""Test of 32 requests at once on a full tier that evicts, half of them on one prefix: is every byte right, and bounded?
+"""Test of 32 requests at once on a full tier that evicts, half of them on one prefix: is every byte right, and is
+the space that the tier takes bounded?
 
     python -m benchmarks.gpu.load_mix --folder /dev/shm/kv --out OUT/load_mix.json
 
@@ -197,8 +198,8 @@ def table_rows(found: dict[str, Any]) -> report.Table:
 
 SAMPLE_S = 0.05
 SEGMENTS = ".kvseg"
-SHARED_PASSES = 12  # at most, until the shared prefix is stored whole
-ROOM_S = 0.25  # between offers, until eviction has made room
+SHARED_PASSES = 12  # most attempts to store the shared prefix whole
+ROOM_S = 0.25  # interval between attempts, seconds; eviction makes room in it
 
 Prompts = list[list[int]]
 Shape = dict[str, int]  # requests; shared, other: tokens of the prefixes; others: how many; tail: tokens behind them
@@ -253,7 +254,7 @@ def shared_prompts(shape: Shape, vocabulary: int) -> Prompts:
 def store_mix(engine: MeasuredEngine, shape: Shape) -> dict[str, Any]:
     """Store the prefixes that later rounds hit, the shared one last and whole.
 
-    A full tier has no room for it at once: what is skipped is offered again, from vLLM's own cache.
+    A full tier has no room for the whole prefix at once: skipped chunks are offered again, from vLLM's own cache.
     """
     watch = UsageWatch(engine)
     for number in range(shape["others"]):

@@ -22,8 +22,8 @@ LATENT_RANK, LATENT_ROTARY, LATENT_PLAIN = 512, 64, 128  # MLA: a token keeps ra
 class Dimensions:
     """Dimensions of a Llama, or of a DeepSeek-V2 without experts where `is_mla`.
 
-    is_saved: its weights are written to the folder; else vLLM makes them up. spread: of saved weights; spread**2 x
-    hidden is the same for all sizes, and with it how a layer treats errors.
+    is_saved: its weights are written to the folder; else vLLM makes them up. spread: standard deviation of saved
+    weights; spread**2 x hidden is the same for all sizes, so that their layers amplify errors alike.
     """
 
     layers: int

@@ -91,15 +91,15 @@ def table_rows(found: dict[str, Any]) -> report.Table:
 
 
 PROMPT_TOKENS = 256
-TOKENS_MAX = 6000  # of each answer
-SETTLED_TOKENS = 4  # of each answer, before the long prompt comes
-POLL_S = 0.25  # between two questions whether the long prompt is durable
-LONGER = 1.5  # windows last so much longer than saving took in the trial: a disk's rate varies
+TOKENS_MAX = 6000  # most tokens of each answer
+SETTLED_TOKENS = 4  # tokens of each answer before the long prompt is asked
+POLL_S = 0.25  # interval between checks whether the long prompt is durable, seconds
+LONGER = 1.5  # length of a window, in times of a save in the trial: a disk's rate varies
 
 
 @dataclass(frozen=True)
 class DecodeLoad:
-    """batch: requests that decode; long_tokens: of the prompt that comes; limit_s: no window is longer."""
+    """batch: requests that decode; long_tokens: tokens of the long prompt; limit_s: longest window."""
 
     batch: int
     long_tokens: int

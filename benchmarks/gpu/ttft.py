@@ -52,7 +52,7 @@ def summary(found: dict[str, Rows], name: str) -> Rows:
 
 
 def table_rows(rows: Rows) -> list[list[str]]:
-    """Return the row of each length and system. of the limit: in results that were measured with one."""
+    """Return the row of each length and system. The last column is empty ("-") in results without a limit."""
     limits = [f"{row['times_limit']:.2f}" if row.get("times_limit") else "-" for row in rows]
     return [
         [f"{row['tokens']:,}", row["system"], spread(row["all_s"]), limit]

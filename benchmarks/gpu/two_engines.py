@@ -283,7 +283,7 @@ def run_system(setup: EngineSetup, options: argparse.Namespace, system: str) -> 
 # --- steps, in the engine's process ---
 
 
-TAKE_S = 2.0  # between notes of digests, which a killed engine loses
+TAKE_S = 2.0  # interval between writes of digests, seconds; a killed engine loses the last
 START_TIMEOUT_S = 300.0
 
 Plan = dict[str, Any]
@@ -315,7 +315,7 @@ def serve(engine: MeasuredEngine, plan: Plan) -> None:
 
 
 def answer_again(engine: MeasuredEngine, plan: Plan, count: int) -> None:
-    """Answer the first `count` items of the records again, batched otherwise: what a control differs from itself."""
+    """Answer the first `count` items of the records again, batched otherwise. A control differs from itself, too."""
     done = [row for row in map(json.loads, Path(plan["records"]).read_text().splitlines()) if "answer" in row]
     engine.forget()
     with open(Path(plan["records"]).with_name("again.jsonl"), "w") as records:

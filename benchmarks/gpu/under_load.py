@@ -111,9 +111,9 @@ def rows_of(system: str, found: dict[str, Any], limits: dict[str, float], token_
 # --- steps, in the engine's process ---
 
 
-DECODER_TOKENS = 256  # of each decoder's prompt
-ANSWER_TOKENS_MAX = 6000  # of each decoder
-ALONE_S = 2.0  # of decoding before others come
+DECODER_TOKENS = 256  # tokens of each decoder's prompt
+ANSWER_TOKENS_MAX = 6000  # most tokens of each decoder's answer
+ALONE_S = 2.0  # time of decoding before other requests come, seconds
 SAVED, LOADED = {"kvtier_load": False}, {"kvtier_save": False}
 
 Found = dict[str, Any]
@@ -153,7 +153,7 @@ def save_burst(engine: MeasuredEngine, kind: str, count: int, n_tokens: int) -> 
 def load_burst(engine: MeasuredEngine, kind: str, count: int, n_tokens: int) -> Found:
     """Ask `count` stored prompts at once, for one token each, and again while vLLM's own cache has them.
 
-    `resident`: that second time, which is what the engine itself needs.
+    `resident`: times of the second asking, which the engine itself needs.
     """
     before = engine.counters()
     found = _ask_at_once(engine, kind, count, n_tokens, LOADED)

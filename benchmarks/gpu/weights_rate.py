@@ -62,14 +62,14 @@ from benchmarks.gpu.weights_files import (
 from benchmarks.processes import free_port, launch, stop, tail
 
 QUESTION = "how long weights take from files into GPU memory"
-LIMIT_S = 120.0  # of one load, its imports left out
-OTHER_RANK_S = 5.0  # that a rank may run on after the other one has failed
+LIMIT_S = 120.0  # time limit of one load without its imports, seconds
+OTHER_RANK_S = 5.0  # time that a rank may run on after the other one has failed, seconds
 IMPORTS_S = 200.0
 POLL_S = 0.02
 
 Place = Callable[[str], Any]
 Found = dict[str, Any]
-Runs = dict[str, list[Found]]  # by loader
+Runs = dict[str, list[Found]]  # loader -> its runs
 Steps = Generator[Any, Any, None]
 
 
@@ -379,7 +379,7 @@ def shapes_of(model: str, layers: int | None) -> Any:
 
 
 def show_manifest(folder: Path, is_shown: bool) -> None:
-    """Give the folder's manifest its name, without which nothing is verified, or another one."""
+    """Rename the folder's manifest to its usual name, so that loads are verified, or to one that no load knows."""
     from kvtier.weights.manifest import MANIFEST
 
     names = (folder / MANIFEST, folder / "hidden")
@@ -476,7 +476,8 @@ def figures(found: Runs) -> dict[str, Found]:
 
 
 def written(found: Runs, n_ranks: int) -> Runs:
-    """Return the runs as they are written: without the sums, which would be most of the file; of one rank its own."""
+    """Return the runs for the file of results, without the sums, which would be most of it. With one rank, a run is the
+    figures of that rank instead of a list of ranks."""
     kept: Runs = {}
     for loader, runs in found.items():
         for run in runs:
@@ -547,9 +548,9 @@ def main() -> int:
         child(json.loads(sys.argv[1]))
     made = parser("weights_rate", __doc__)
     made.add_argument("--ranks", type=int, choices=(1, 2), default=1, help="tensor-parallel ranks, a GPU each")
-    made.add_argument("--models", help="separated by commas (default: 8b,0.6b,moe; of two ranks 70b)")
-    made.add_argument("--layers", type=int, help="of the checkpoints (default: the model's)")
-    made.add_argument("--loaders", help="separated by commas (default: all)")
+    made.add_argument("--models", help="models, separated by commas (default: 8b,0.6b,moe; with two ranks 70b)")
+    made.add_argument("--layers", type=int, help="layers of the checkpoints (default: those of the model)")
+    made.add_argument("--loaders", help="loaders, separated by commas (default: all)")
     made.add_argument("--keep", action="store_true", help="keep the checkpoints for the next run")
     made.add_argument("--no-ceilings", dest="ceilings", action="store_false")
     options = made.parse_args()
