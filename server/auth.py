@@ -83,7 +83,7 @@ def _check_origin(headers: Headers) -> None:
 
 
 def _split(url: str) -> SplitResult:
-    """Return the parts of an URL, empty ones if it is none."""
+    """Split a URL. Return empty parts if it is malformed."""
     try:
         return urlsplit(url)
     except ValueError:

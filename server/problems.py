@@ -29,10 +29,10 @@ PROBLEMS = {  # status -> title, description
     400: ("Bad request", "The request is malformed."),
     401: ("No valid token", "No token, or an unknown one."),
     403: ("Not allowed", "The token is read-only, or the request comes from another site's page."),
-    404: ("Not found", "There is no such thing."),
-    405: ("Method not allowed", "There is no such method here."),
+    404: ("Not found", "The object that the request names does not exist."),
+    405: ("Method not allowed", "This path does not have this method."),
     408: ("Request too slow", "The request did not come in time."),
-    409: ("Conflict", "It cannot be done as things are."),
+    409: ("Conflict", "The current state of the tier does not allow the operation."),
     413: ("Request too large", "The request is too large."),
     415: ("Unsupported media type", "The Content-Type of the body is not application/json."),
     421: ("Misdirected request", "Without a token, the service answers to the names of loopback only."),
@@ -127,12 +127,12 @@ async def _invalid(request: Request, error: RequestValidationError) -> Response:
 
 def _what(fault: Mapping[str, Any]) -> str:
     if fault["type"] == "missing" and tuple(fault["loc"]) == ("body",):
-        return "it is missing: send an object of values by name, as GET /api/v1/openapi.json describes it"
+        return "it is missing: send an object with names and values, as GET /api/v1/openapi.json describes it"
     return str(fault["msg"])
 
 
 async def _fault(request: Request, fault: Exception) -> Response:
-    """Answer where the index or the storage does not answer, or the root belongs to another deployment now."""
+    """Return 503 if the index or the storage does not answer, or the root belongs to another deployment now."""
     if isinstance(fault, IndexUnavailable):
         return problem(503, f"the index does not answer: {fault}", RETRY)
     if not isinstance(fault, ConfigError):

@@ -29,7 +29,7 @@ class Named(BaseModel):
     def _only_known(cls, values: object) -> object:
         valid = ", ".join(cls.model_fields)
         if not isinstance(values, dict | cls):
-            text = "it must be an object of values by name; valid names: {valid}"
+            text = "it must be an object with names and values; valid names: {valid}"
             raise PydanticCustomError("no_object", text, {"valid": valid})
         unknown = [str(name) for name in values if name not in cls.model_fields] if isinstance(values, dict) else []
         if unknown:

@@ -1,4 +1,4 @@
-"""Routes that only read, for both tokens; those for monitoring besides."""
+"""Routes that only read, open to both tokens; and the routes for monitoring."""
 
 from __future__ import annotations
 
