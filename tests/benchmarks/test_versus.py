@@ -270,7 +270,7 @@ def test_engines_that_start_together_work_one_after_another(tmp_path: Path, stan
 def test_an_engine_that_is_never_ready_is_stopped(
     tmp_path: Path, stand_in: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others have their turns all the same. The time for a start is over once the other one is ready."""
+    """The other engine still has its turn. The clock passes the time limit of a start once that engine is ready."""
     clock = SimpleNamespace(monotonic=lambda: 100.0 * (tmp_path / "a.ready").exists(), sleep=time.sleep)
     monkeypatch.setattr(turns, "time", clock)
     found = turns.in_turns([member("stuck", fails="hangs"), member("a")], tmp_path, 60.0, 60.0)

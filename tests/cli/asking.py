@@ -14,7 +14,7 @@ TOKENS = list(range(64 * CHUNKS))
 
 
 class Cli:
-    """The command line. status: what a command must end with; None: it may end with any."""
+    """The command line. status: exit status that a command must have; None: any."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
@@ -35,7 +35,7 @@ class Cli:
         return json.loads(self.printed(*arguments, "--json", status=status))
 
     def refused(self, *arguments: str, status: int = 2) -> str:
-        """Run a command that ends with one line of an error. Return that."""
+        """Run a command that must fail with one line of an error. Return that line."""
         out, err = self.run(*arguments, status=status)
         assert out == "" and len(err.splitlines()) == 1
         return err

@@ -31,7 +31,8 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
 
 @pytest.fixture
 def root(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Path:
-    """A copy to change, with an index of its own. What others write to its disk meanwhile holds up no command."""
+    """Copy the root for a test that changes it, with an index of its own. Commands do not wait for freed space, which
+    other writers of this disk could take."""
     monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
     monkeypatch.setattr(evict, "SHOW_TIMEOUT_S", 0.0)
     copy = Path(shutil.copytree(made, tmp_path / "kv"))

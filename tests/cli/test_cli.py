@@ -403,7 +403,7 @@ def test_start_up_error_is_one_line_and_status_2(arguments: list[str], tmp_path:
 
 
 def test_without_arguments_the_next_steps_are_named_and_torch_is_not_imported() -> None:
-    """It takes seconds to import."""
+    """Importing torch takes seconds."""
     code = "import sys, kvtier.cli; status = kvtier.cli.main([]); sys.exit('torch' in sys.modules or status)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600)
     steps = ("kvtier doctor", "kvtier plan", "kvtier check", "KVTIER_ROOT=/nvme/kv vllm serve")

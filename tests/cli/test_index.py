@@ -63,7 +63,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def only_redis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`doctor` looks at Redis, and starts no process for anything else."""
+    """Let `doctor` examine Redis only, and start no processes for other probes."""
 
     def fail(*_: object, **__: object) -> None:
         raise ProbeFailed("not asked here")

@@ -132,8 +132,8 @@ def check_alignment(ours: MakeMover, slabs: torch.Tensor) -> None:
 
 
 class CodedSuite:
-    """Tests of every codec's kernels. model: makes one over a cache, with `tokens` and `held` as keywords; tile: a
-    tiling of 64 tokens of heads of 64."""
+    """Tests of every codec's kernels. model: makes a codec over a cache, with `tokens` and `held` as keywords; tile: a
+    tiling of 64 tokens for heads of 64 elements."""
 
     model: Any
     tile: Any
@@ -162,7 +162,7 @@ class CodedSuite:
         check(self.model(cache, held=Extent(2, 3, 4, 3)), gaussian(cache), parts)
 
     def test_decoding_leaves_the_first_blocks(self) -> None:
-        """Also where they are part of a tile."""
+        """The first blocks stay as they are, also if they are part of a tile."""
         model = self.model(replace(SMALLEST, blocks=8), tokens=64)
         parts = [(model.whole, (4, 1, 7, 2), first) for first in (1, 3, 4)]
         check(model, gaussian(model.cache), parts, self.tile)

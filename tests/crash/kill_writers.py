@@ -130,7 +130,7 @@ def n_claims(root: Path) -> int:
 
 
 def main(root: Path, kills: int, seed: int) -> None:
-    """Every other writer is killed only after it has saved something, however little of the machine it got."""
+    """Kill writers. Every second one is killed only after it has saved something, however slow the machine is."""
     torch.set_num_threads(1)
     rng = random.Random(seed)
     results = []

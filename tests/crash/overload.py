@@ -1,5 +1,5 @@
-"""Four writers save far more than a root may take, for three tenants, while whoever evicts is killed now and then. Run
-by test_overload.py; prints one line of JSON with what was seen.
+"""Four writers save far more than a root may take, for three tenants, while the evicting writer is killed now and then.
+Run by test_overload.py; prints one line of JSON with the results.
 
     python -m tests.crash.overload ROOT SECONDS SETS KILLS SEED INDEX
 
@@ -200,7 +200,7 @@ def main(root: Path, seconds: float, n_sets: int, kills: int, seed: int, index_s
     try:
         index = overload.run(seconds, n_sets, kills)
     finally:
-        for pid in overload.writers:  # what this process fails with must not wait for them
+        for pid in overload.writers:  # an error of this process must not wait for the writers
             os.kill(pid, signal.SIGKILL)
     settle(root, index)
     on_disk = {int(path.name[:16], 16) for path in root.glob("v2/*/*.kvseg")}

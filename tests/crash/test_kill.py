@@ -1,5 +1,5 @@
-"""SIGKILL at 12 random moments of a writer: what is offered afterwards is right, what it was told is saved is offered,
-and `verify` finds nothing bad."""
+"""SIGKILL at 12 random moments of a writer: chunks that are offered afterwards are right, chunks that were reported as
+saved are offered, and `verify` finds nothing bad."""
 
 from __future__ import annotations
 

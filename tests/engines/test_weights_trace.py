@@ -113,7 +113,7 @@ def expanded(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
 
 
 def clones(p: dict[str, torch.Tensor], c: dict[str, torch.Tensor]) -> None:
-    """As vLLM's embedding and reranking models do with the first tensors of a checkpoint."""
+    """Clone a tensor, as vLLM's embedding and reranking models clone the first tensors of a checkpoint."""
     p["a"].copy_(c["w"].clone())
     p["b"][:8].copy_(c["w"][4:].clone().view(8, 16))
 

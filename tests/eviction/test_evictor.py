@@ -59,8 +59,8 @@ def disk_bytes(root: Path) -> int:
 def test_an_evictor_that_was_replaced_removes_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """It was stopped (SIGSTOP, a hung mount) for longer than its lease, and another went on. Before a removal the index
-    itself checks the token."""
+    """The evictor was stopped (SIGSTOP, a hung mount) for longer than its lease, and another evictor went on. Before a
+    removal the index itself checks the token."""
     index, now = MemoryIndex(), [100.0]
     for number in range(3):
         put(index, number)
@@ -85,7 +85,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("step", range(6))
 def test_a_death_at_any_step_of_an_eviction_leaves_nothing_behind(tmp_path: Path, step: int) -> None:
-    """Every change of the index is a step; the evictor dies after it. The next evictor ends what was begun, and from
+    """Every change of the index is a step; the evictor dies after it. The next evictor completes the removal, and from
     then on files and index agree and are within the capacity."""
     writer = tiny(tmp_path, sets=6)
     for number in range(5):
@@ -130,7 +130,7 @@ def _die(index: LmdbIndex, step: int) -> None:
 
 
 def evict_and_die(evictor: Evictor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Die between the index and the files."""
+    """Remove sets from the index, and die before their files are unlinked."""
 
     def die(*_: object) -> int:
         raise Killed
@@ -141,7 +141,7 @@ def evict_and_die(evictor: Evictor, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sweep_ends_what_an_evictor_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody needs room any more, so nobody evicts: its files stayed for good, and no budget counted them."""
+    """No engine needs room any more, so no engine evicts: without the sweep the files would stay, uncounted."""
     writer = tiny(tmp_path, sets=6)
     writer.save(tokens_of(1), BLOCKS)
     writer.close()

@@ -79,7 +79,7 @@ def saved(root: Path, changes: dict[str, object], **more: Any) -> Engine:
 
 @pytest.fixture
 def late(tmp_path: Path) -> Iterator[LazyEngine]:
-    """An engine over a device that signs, and has saved."""
+    """Yield an engine over a device that signs its records and has saved some."""
     with walks.all_given_back() as made:
         engine = LazyEngine(tmp_path / "kv", changes=signed(tmp_path))
         engine.lay_over(admit="never")
@@ -162,7 +162,7 @@ def test_nobody_who_waits_for_a_slot_takes_the_one_that_was_just_read_into(late:
     host = late.host
 
     class Crowded(threading.Condition):
-        """Whenever the arena is let go of, others take a slot and give it back."""
+        """Lock of the arena: after each release, another thread takes a slot and gives it back."""
 
         is_others = False
 

@@ -20,7 +20,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def server(running: Server) -> Iterator[Server]:
-    """Empty, and its default user may do anything again."""
+    """Yield the server, emptied, with all rights of its default user restored."""
     running.cli("flushall")
     running.cli("acl", "setuser", "default", "reset", "on", "nopass", "~*", "&*", "+@all")
     yield running
@@ -28,7 +28,7 @@ def server(running: Server) -> Iterator[Server]:
 
 @pytest.fixture
 def connect(server: Server) -> Iterator[Connect]:
-    """Open an index of the server, with a prefix and a clock of its own where they are given."""
+    """Yield a function that opens an index of the server, optionally with a prefix and a clock of its own."""
     with ExitStack() as stack:
 
         def connected(clock: Callable[[], float] = time.time, prefix: str = "kvtier") -> RedisIndex:

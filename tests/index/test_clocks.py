@@ -40,7 +40,7 @@ Nodes = tuple[tuple[RedisIndex, Callable[[], float]], tuple[RedisIndex, Callable
 
 @pytest.fixture(params=[-8 * DAY_S, 365 * DAY_S])
 def nodes(connect: Connect, request: pytest.FixtureRequest) -> Nodes:
-    """Two indexes and the clocks of their nodes, of which the first is far off."""
+    """Return two indexes and the clocks of their nodes; the first clock is far off."""
     clock = clock_off_by(request.param)
     return (connect(clock), clock), (connect(), time.time)
 

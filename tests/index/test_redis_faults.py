@@ -340,7 +340,7 @@ def act_before_batch(index: RedisIndex, number: int, act: Callable[[], object]) 
 
 @pytest.mark.parametrize("batches", [1, 2])
 def test_what_is_published_beside_an_eviction_is_taken_back(server: Server, connect: Connect, batches: int) -> None:
-    """The set goes after the publisher's first, or its second step."""
+    """The set is evicted after the publisher's first, or its second step."""
     index, other = connect(), connect()
     index.create_set(set_info(1))
     act_before_batch(index, batches, lambda: other.remove_set(1))

@@ -95,7 +95,7 @@ class CudaDouble:
         return int(self._lib.fake_copies())
 
     def events_reached(self) -> int:
-        """Records of events that their streams have come to so far."""
+        """Return the number of recorded events that their streams have reached."""
         return int(self._lib.fake_events_reached())
 
     def contexts_of_thread(self) -> int:

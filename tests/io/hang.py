@@ -57,7 +57,7 @@ class HungRead:
 
 
 def blocked(ring: Ring, hung: HungRead) -> Batch:
-    """A batch in which the single thread of `ring` hangs."""
+    """Submit a batch in which the single thread of `ring` hangs."""
     batch = ring.submit([hung.op])
     hung.wait_until_hanging(TIMEOUT_S)
     return batch

@@ -57,7 +57,7 @@ def reader_of(kvikio: FakeKvikio, target: AlignedBuffer, threads: int = 2) -> Kv
 
 
 def gated(kvikio: FakeKvikio) -> threading.Event:
-    """Have no read go on before this is set."""
+    """Block all reads until the returned event is set."""
     release = threading.Event()
     kvikio.before = lambda offset: None if release.wait(TIMEOUT_S) else 0
     return release

@@ -31,7 +31,7 @@ Connect = Callable[..., LMCacheConnector]
 
 @pytest.fixture
 def connect(tmp_path: Path) -> Iterator[Connect]:
-    """Make connectors with these settings, which are closed after the test."""
+    """Yield a function that makes connectors with given settings; they are closed after the test."""
     with ExitStack() as stack:
         yield lambda **changes: stack.enter_context(closing(connector_at(tmp_path, **changes)))
 

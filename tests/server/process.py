@@ -16,7 +16,7 @@ from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
 from typing import Any
 
-START_TIMEOUT_S = 240.0  # it imports torch, on a machine that runs more than it can; seconds
+START_TIMEOUT_S = 240.0  # start with the import of torch, on a busy machine, seconds
 ANSWER_TIMEOUT_S = 60.0  # seconds
 
 

@@ -37,7 +37,7 @@ JOB = "0" * 32
 
 
 def put(path: Path, text: str) -> None:
-    """As Kubernetes does: another file in its place."""
+    """Replace a file as Kubernetes does, by renaming another one over it."""
     path.with_suffix(".new").write_text(text)
     os.replace(path.with_suffix(".new"), path)
 

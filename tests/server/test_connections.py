@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 
 IDLE_S = 1.0
 MAX = 16
-CLOSED_TIMEOUT_S = 60.0  # for what is closed after IDLE_S; on a machine that runs more than it can
+CLOSED_TIMEOUT_S = 60.0  # longest wait for the end of an idle connection, on a busy machine, seconds
 
 
 @contextmanager
@@ -107,7 +107,7 @@ STEPS = {
     "body": (b"POST /api/v1/clear HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n", b"x"),
     "done": (b"GET /ui/ HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b""),
 }
-"""What is sent, and what then drips."""
+"""Bytes that are sent at once, and bytes that are then sent again and again."""
 
 
 def test_no_step_lasts(port: int) -> None:
@@ -122,7 +122,7 @@ def test_no_step_lasts(port: int) -> None:
 
 
 def drip(connection: socket.socket, dripped: bytes) -> bool:
-    """Whether it is still open."""
+    """Send more bytes. Return whether the connection is still open."""
     try:
         connection.sendall(dripped)
     except OSError:

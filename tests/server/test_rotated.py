@@ -1,4 +1,4 @@
-"""Tokens that come from files: what is put in their place is taken. A running service is in test_process.py."""
+"""Tokens from files: a file that replaces another one takes effect. test_process.py tests it with a running service."""
 
 from __future__ import annotations
 

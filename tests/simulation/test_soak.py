@@ -1,6 +1,6 @@
 """`make soak`: one million operations over 1,000 seeds.
 
-With SIMULATION_RESULT=FILE, how often each fault was tried so far and what came of it is written there, as
+With SIMULATION_RESULT=FILE, the count and the outcome of each fault so far are written to that file, as
 benchmarks/results/faults_simulation.json has it.
 """
 

@@ -189,7 +189,7 @@ def test_a_required_mount_that_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def shared_and_removed(folder: Path) -> tuple[Settings, Root]:
-    """The settings of a root of all nodes, and what it was before it was removed."""
+    """Make and remove a root of all nodes. Return its settings, and the Root from before the removal."""
     shared = settings(folder / "kv", index={"kind": "redis", "url": "redis://127.0.0.1:1/0"})
     root = open_root(shared)
     remove_at_once(folder / "kv")

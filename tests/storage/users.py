@@ -1,4 +1,4 @@
-"""Another user than root, whom permission bits do not hold back."""
+"""Work as another user than root: permission bits do not restrain root."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ USER = 65534
 
 
 def as_user(work: Callable[[], object]) -> str:
-    """Return what goes wrong as that user, "" if nothing does. Where this is not root, it is this user's own doing."""
+    """Run `work` in a process of user USER, or of this user if that is not root. Return its error; "" without one."""
     codecs.lookup("ascii")  # the child may not be able to reach the interpreter's files
     read, write = os.pipe()
     child = os.fork()

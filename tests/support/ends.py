@@ -1,4 +1,4 @@
-"""A fixture for conftest.py of folders. It is not in `rig`, which programs without pytest import, too."""
+"""Fixture engines_end, for conftest.py of folders. It is not in `rig`, because programs without pytest import that."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ from kvtier.worker.transfer import Transfer
 from tests.waiting import TIMEOUT_S
 
 BLOCK_TOKENS = 16
-_open: list[Engine] | None = None  # engines of the test that runs; None: tests of this folder end theirs themselves
+_open: list[Engine] | None = None  # engines of the running test; None: tests of this folder end engines themselves
 
 
 @contextmanager
 def all_ended() -> Iterator[None]:
-    """Close what engines are left open. (Fixture engines_end of tests.support.ends.)"""
+    """Close engines that the test left open. (Fixture engines_end of tests.support.ends.)"""
     global _open
     _open = []
     yield

@@ -1,4 +1,4 @@
-"""Transfer loop: its tasks, and what they give back."""
+"""Transfer loop: its tasks and their results."""
 
 from __future__ import annotations
 
