@@ -281,7 +281,7 @@ def test_a_rate_in_bits(rate: str, model: str, cli: Cli) -> None:
     assert binary == planned(cli, "--model", model, "--storage-rate", "1GiB/s") != expected
 
 
-NOT_IN_A_MODEL = [
+NOT_FOR_THE_MODEL = [
     (("--gpu-memory", "10GB"), "raise --tensor-parallel or --pipeline-parallel"),
     ((*GPU, "--tensor-parallel", "3"), "--tensor-parallel = 3: the model's 32 attention heads do not divide"),
     ((*GPU, "--chunk-tokens", "250"), "a multiple of 16"),
@@ -290,8 +290,8 @@ NOT_IN_A_MODEL = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "reason"), NOT_IN_A_MODEL)
-def test_what_the_model_cannot_be_planned_with(arguments: tuple[str, ...], reason: str, model: str, cli: Cli) -> None:
+@pytest.mark.parametrize(("arguments", "reason"), NOT_FOR_THE_MODEL)
+def test_options_that_do_not_fit_the_model(arguments: tuple[str, ...], reason: str, model: str, cli: Cli) -> None:
     assert reason in cli.refused("plan", "--model", model, *arguments)
 
 

@@ -168,7 +168,7 @@ class CodedSuite:
         check(model, gaussian(model.cache), parts, self.tile)
 
     @pytest.mark.parametrize("bad", OUT_OF_RANGE)
-    def test_what_is_out_of_range_is_refused_before_anything_moves(
+    def test_moves_out_of_range_are_refused_before_any_byte_moves(
         self, bad: tuple[Patch, tuple[int, ...], int]
     ) -> None:
         model = self.model(SMALLEST, tokens=32)

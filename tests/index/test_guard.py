@@ -208,7 +208,7 @@ def test_what_is_read_from_files_does_not_wait(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("sender", ["closing", "a thread of its own"])
-def test_what_waits_is_sent_without_a_tick(scene: Scene, sender: str) -> None:
+def test_queued_records_are_published_without_a_tick(scene: Scene, sender: str) -> None:
     scene.fail(1)
     scene.guard.publish([record(0, 1, 0)])
     scene.index.is_down = False

@@ -160,7 +160,7 @@ GOOD = Patch(0, 0, 2, 0, 2)
         (GOOD, (0, 1, 2, 3, 4), 0, 2),
     ],
 )
-def test_what_is_out_of_range_is_refused_before_anything_moves(
+def test_moves_out_of_range_are_refused_before_any_byte_moves(
     patch: Patch, block_ids: tuple[int, ...], first_block: int, heads: int
 ) -> None:
     cache = Cache("B2NHD")
