@@ -95,9 +95,7 @@ def plan(
         "4GiB", metavar="SIZE", parser=_size, help="Part of the engine's share for activations and CUDA graphs."
     ),
     kv_dtype: Annotated[Literal["auto", "fp8"], typer.Option(help="Dtype in which the engine keeps KV.")] = "auto",
-    chunk_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, max=COUNT_MAX, help="chunk_tokens of the settings.")
-    ] = 256,
+    chunk_tokens: Annotated[int, typer.Option(metavar="N", min=1, max=COUNT_MAX, help="Tokens of a chunk.")] = 256,
     max_num_batched_tokens: Annotated[
         int, typer.Option(metavar="N", min=1, max=COUNT_MAX, help="Most tokens of a step.")
     ] = 8192,
@@ -112,8 +110,7 @@ def plan(
     ] = None,
     pcie_rate: Annotated[float | None, _option("RATE", _rate, "Rate from host memory to one GPU, as 55GB/s.")] = None,
     prefill_rate: Annotated[
-        PrefillRate | None,
-        _option("RATE@N", _rate_at, "Tokens a second of a prefill of N tokens, as 40000@8192."),
+        PrefillRate | None, _option("RATE@N", _rate_at, "Tokens a second of a prefill of N tokens, as 40000@8192.")
     ] = None,
     context: Annotated[
         int | None,

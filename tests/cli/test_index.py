@@ -90,7 +90,7 @@ def test_a_lost_entry_is_found_and_a_rebuild_brings_it_back(place: Place, cli: C
     found = check(place, cli)
     assert (found["n_disagreements"], found["unnamed"]) == (0, 1)
     assert [row["slot"] for row in found["unnamed_places"]] == [location.slot]
-    assert "only takes room" in cli.printed("index", "check", *place.words)
+    assert "is a miss and takes room" in cli.printed("index", "check", *place.words)
     assert cli.json("index", "rebuild", *place.words)["records"] == 1
     assert check(place, cli)["unnamed"] == 0
 
