@@ -71,7 +71,7 @@ def test_verify_names_what_is_bad(root: Path, cli: Cli) -> None:
     out = cli.printed("verify", str(root), status=1)
     place = f"{segment_of(root).parent.name}/{segment_of(root).name}"
     assert f"BAD {place} slot 2: checksum of head 0 does not match" in out and "1 bad" in out
-    assert "is a miss at its next use" in out.splitlines()[-1]
+    assert "are misses at their next use" in out.splitlines()[-1]
 
 
 def test_verify_names_the_namespace_of_a_segment_that_is_gone(root: Path, cli: Cli) -> None:
