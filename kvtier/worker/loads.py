@@ -46,7 +46,7 @@ ORDER_BYTES_S = 10e9
 ANSWER_LOOK_S = 0.05  # interval at which a thread that waits for an answer checks for passed deadlines, seconds
 
 _n_pending_of, _waiting_of, _deadline_of, _turn_of = map(attrgetter, ("n_pending", "waiting", "deadline_s", "turn_s"))
-_first_token_of = attrgetter("first_token")
+_first_token_of, _moved_of = map(attrgetter, ("first_token", "moved_s"))
 
 
 class Loader:
@@ -67,10 +67,10 @@ class Loader:
         self._chunks = ChunkLoader(worker, admit, self, loop, self._pool)
         self._log = RepeatedLog(worker.clock)
         self._unanswered: dict[Load, None] = {}  # the engine's thread adds, the loop's removes
+        self._fetches: dict[bytes, Fetch] = {}
         # Under the loop's lock:
         self._done: list[LoadDone] = []
         self._timings: list[tuple[int, float]] = []
-        self._fetches: dict[bytes, Fetch] = {}
         slot_bytes, is_device = worker.arena.slot_bytes, worker.arena.is_device
         self._window = max(WINDOW_MIN, min(WINDOW_MAX, WINDOW_BYTES // slot_bytes))  # chunks that hold slots at a time
         self._together = TOGETHER_MAX if is_device else max(1, min(MOVED_MAX, MOVED_BYTES // slot_bytes))
@@ -141,6 +141,8 @@ class Loader:
             self._answer_ended()
             has_moved = True
         self.due_s = -math.inf if self._lacks_slot else deadline_s if loads else math.inf
+        if len(loads) > 1 and any(map(_waiting_of, loads)):
+            self.due_s = min(self.due_s, min(map(_moved_of, loads)) + self._worker.timeout_s / 4)  # see `_held_up`
         is_polled = self._lacks_slot and not self._loop.n_tasks
         first = next(iter(reading), None)
         io = None if first is None or first.reads is None else first.reads.batch

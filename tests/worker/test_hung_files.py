@@ -16,6 +16,7 @@ from kvtier.plan import LoadDone, SaveDone, SaveOutcome
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage import segments as segments_module
 from kvtier.storage.stuck_files import HUNG_FILES_MIN, StuckFiles
+from kvtier.worker import loads
 from tests.support.rig import Engine
 from tests.waiting import wait_until
 
@@ -158,6 +159,32 @@ def test_a_set_that_hangs_holds_up_nobody_who_wants_what_lies_before_it_in_a_pro
     assert not answers(reader, 1, TIMEOUT_S / 2)["before"].failed_blocks
     assert answers(reader, 1, 10)["hangs"].failed_blocks == set(range(8, 16)), "what lies before it has landed"
     hang.go_on()
+    reader.close()
+
+
+def test_loads_behind_an_open_that_hangs_give_way_to_others(
+    two_sets: Path, hang: Hang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but time tells that the load is held up: no read is under way, and no slot is lacking."""
+    monkeypatch.setattr(loads, "WINDOW_MIN", 4)
+    monkeypatch.setattr(loads, "WINDOW_MAX", 4)
+    third, both = list(range(9000, 9000 + 64 * 2)), [*FIRST, *SECOND]
+    for tokens, blocks in ((both, range(16)), (third, BLOCKS)):
+        writer = Engine(two_sets)
+        writer.save(tokens, blocks)
+        writer.close()
+    long = {"io": {"threads": 2, "timeout_s": 12.0}}
+    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}) | long)
+    entries = reader.store.lookup(reader.keys(both))
+    assert entries is not None
+    hang.names = {segments_module.segment_name(first_set(entries[0]), 0)}
+    hang.of(os, "open")
+    begin_load(reader, "hangs", both, range(16))
+    wait_until(lambda: hang.n_hanging)
+    begin_load(reader, "other", third, range(100, 108))
+    assert not answers(reader, 1, 9)["other"].failed_blocks
+    hang.go_on()
+    assert not answers(reader, 1, 10)["hangs"].failed_blocks
     reader.close()
 
 
