@@ -8,6 +8,7 @@ engine can give it work, and they start it again.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -151,6 +152,8 @@ class TransferLoop:
                 io = io or turn.io
                 n_bytes += turn.n_bytes
                 is_polled |= turn.is_polled
+            else:
+                part.due_s = math.inf
             is_polled |= bool(part.marks)
         return Turn(has_moved, goes_on, io, n_bytes, is_polled)
 

@@ -79,3 +79,20 @@ def test_a_task_that_finds_its_pool_closed_is_answered(loop: TransferLoop) -> No
     pool.add(lambda: None)
     assert loop.drain(10)
     assert [str(result) for result in told] == ["the worker is closed"]
+
+
+def test_a_part_whose_work_has_ended_is_not_looked_at_again(loop: TransferLoop) -> None:
+    """A save that ends before its turn, as one of chunks that are stored, leaves its deadline behind."""
+    n_turns, turn = 0, loop.turn
+
+    def counted() -> Any:
+        nonlocal n_turns
+        n_turns += 1
+        return turn()
+
+    loop.turn = counted  # type: ignore[method-assign]
+    loop.parts[0].due_s = time.monotonic() - 1
+    for _ in range(5):
+        loop.look()
+        assert loop.drain(10)
+    assert n_turns == 1
