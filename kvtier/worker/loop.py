@@ -218,7 +218,7 @@ class TransferLoop:
         with self.changed:
             self._is_running = False
             self.changed.notify_all()
-        if self._posted:
+        if self._posted or any(map(_marks_of, self.parts)):  # callbacks may have begun copies
             self.post(None)
 
 

@@ -173,7 +173,7 @@ def test_loads_behind_an_open_that_hangs_give_way_to_others(
         writer = Engine(two_sets)
         writer.save(tokens, blocks)
         writer.close()
-    long = {"io": {"threads": 2, "timeout_s": 12.0}}
+    long = {"io": {"threads": 2, "timeout_s": 20.0}}
     reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}) | long)
     entries = reader.store.lookup(reader.keys(both))
     assert entries is not None
@@ -182,9 +182,9 @@ def test_loads_behind_an_open_that_hangs_give_way_to_others(
     begin_load(reader, "hangs", both, range(16))
     wait_until(lambda: hang.n_hanging)
     begin_load(reader, "other", third, range(100, 108))
-    assert not answers(reader, 1, 9)["other"].failed_blocks
+    assert not answers(reader, 1, 18)["other"].failed_blocks, "a quarter of the time-out has passed"
     hang.go_on()
-    assert not answers(reader, 1, 10)["hangs"].failed_blocks
+    assert set(answers(reader, 1, 30)) == {"hangs"}
     reader.close()
 
 

@@ -96,3 +96,25 @@ def test_a_part_whose_work_has_ended_is_not_looked_at_again(loop: TransferLoop) 
         loop.look()
         assert loop.drain(10)
     assert n_turns == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_copies_that_begin_while_the_loop_gives_up_are_waited_for(loop: TransferLoop) -> None:
+    """A chunk that lands may be copied into the host arena: its slots are leased until then."""
+    order, ended = SimpleNamespace(wait=lambda mark: None, is_done=lambda mark: mark == "copy"), list[str]()
+    loop._worker.order = order  # type: ignore[misc]
+    (part,) = loop.parts
+    order.wait_within = lambda mark, timeout_s: None
+
+    def landed(value: str) -> None:
+        loop.when_done(part, "copy", ended.append, value)
+
+    def fail() -> Any:
+        part.work = ()  # type: ignore[misc]
+        raise RuntimeError("a bug")
+
+    part.work, part.turn, part.give_up = ["a chunk"], fail, lambda: None  # type: ignore[method-assign,misc]
+    part.marks.append(("scatter", landed, "copied"))
+    loop.post(None)
+    assert loop.drain(10)
+    assert ended == ["copied"]
