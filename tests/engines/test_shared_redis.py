@@ -44,9 +44,9 @@ LOOKUP_BOUND_S = (CONNECT_MS + REPLY_MS) / 1000
 CALL_BOUND_S = 0.25
 """Of one call on the scheduler's thread: it waits for 2 ms, the rest is this machine's."""
 QUIET_S = 0.5
-"""What a machine that runs little else may add to any wait."""
+"""A machine that runs little else adds at most this to any wait."""
 SHORT_WINDOW_S = 4.0
-"""What waits for a fault's end waits as long. Beside other tests no shorter wait is told from this machine's own."""
+"""A fault lasts this long. A call that waits for its end takes as long; a shorter wait may be the busy machine's."""
 
 
 class Window(NamedTuple):

@@ -136,7 +136,7 @@ def test_what_was_generated_and_what_was_aborted(engine: str, request: pytest.Fi
 
 
 def test_preempted_told_of_other_weights_too_early_and_failed(lab: Any) -> None:
-    """What is saved a step later, as with EAGLE and MTP, is not saved of a forward that raised either."""
+    """Chunks of a forward that raised are not saved, also where saves come a step later, as with EAGLE and MTP."""
     llm = WITH_ASYNC | {"num_gpu_blocks_override": 26, "max_model_len": 512}
     scenarios = [["preemption", CROWDED_TOKENS], "reset_ahead", ["failed_forward", True]]
     spec = {"root": str(lab.folder / "second-crowd"), "second_runner": True, "llm": llm, "scenarios": scenarios}

@@ -136,12 +136,13 @@ class SavingStorm:
         self.told: Counter[str] = Counter()
         self.sides = [self._open() for _ in range(3)]
 
-    def run(self, seconds: float, saved_min: int = 0) -> None:
-        """saved_min: on a busy machine it goes on until so many chunks were saved, but not for ever."""
+    def run(self, seconds: float, saved_min: int = 0, claims_min: int = 0) -> None:
+        """Storm for `seconds`. On a busy machine the storm goes on, but not for ever, until `saved_min` chunks were
+        saved and the sets of `claims_min` of them are not evicted."""
         sweeping = threading.Thread(target=self._sweep_all_along, args=(self._rng.getrandbits(32),), daemon=True)
         sweeping.start()
         try:
-            for _ in for_so_long(seconds, lambda: self.told["saved"] >= saved_min):
+            for _ in for_so_long(seconds, lambda: self._is_enough(saved_min, claims_min)):
                 self._step()
             while self.sides:
                 self._close(self.sides.pop())
@@ -331,6 +332,11 @@ class SavingStorm:
 
     def _may_be_gone(self, key: Key, since_s: float) -> bool:
         return any(self._evictions.ended_s.get(home, 0.0) >= since_s for home in self._homes[key])
+
+    def _is_enough(self, saved_min: int, claims_min: int) -> bool:
+        if self.told["saved"] < saved_min:
+            return False
+        return sum(not self._may_be_gone(key, since_s) for key, since_s in self._claims.items()) >= claims_min
 
     def _load_all_claims(self) -> None:
         """By an engine of another shape than most that saved."""

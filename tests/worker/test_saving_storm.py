@@ -29,7 +29,7 @@ def weather(root: Path, seed: int, seconds: float, codec: str = "raw") -> Saving
     try:
         storm = SavingStorm(root, seed, codec, sets_max=[30, 1000][seed % 2])
         try:
-            storm.run(seconds, saved_min=200)
+            storm.run(seconds, saved_min=200, claims_min=20)  # 10 and what is evicted at the end
         finally:
             print(f"seed {seed}: {dict(storm.told)}")
             storm.close()
@@ -43,9 +43,8 @@ def weather(root: Path, seed: int, seconds: float, codec: str = "raw") -> Saving
 @pytest.mark.parametrize(("seed", "codec"), [(0, "raw"), (1, "raw"), (2, "k4v4")])
 def test_what_was_answered_saved_is_there(tmp_path: Path, seed: int, codec: str) -> None:
     storm = weather(tmp_path, seed, 5.0, codec)
-    # On a busy machine evictions and lapsed saves leave few of the claims to the end.
-    for name, least in {"saved": 10, "present": 10, "claims loaded": 1, "found again": 1}.items():
-        assert storm.told[name] >= least, f"too calm: {storm.told}"
+    for name in ("saved", "present", "claims loaded", "found again"):
+        assert storm.told[name] >= 10, f"too calm: {storm.told}"
 
 
 @pytest.mark.soak
