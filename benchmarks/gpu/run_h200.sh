@@ -56,7 +56,8 @@
 # ARENA (size; empty: none), NAME (of the JSON): the host arena in the README's table is ttft-tmpfs with
 # LENGTHS=100000 NAME=ttft_arena, on a machine like that of versus-tmpfs. HBM_ARENA: also from an hbm arena of that
 # size (with EXTRA='{"codec": "k4v4"}' NAME=ttft_tmpfs_k4v4, say). For versus and long-doc-qa: REPEAT (repetitions),
-# TOGETHER (engines that start side by side), LIMIT_S (of a stage), DOCUMENTS, WORDS. EAGER (any text): engines that
+# TOGETHER (engines that start side by side), DOCUMENTS, WORDS. LIMIT_S: seconds after which a stage of those, of
+# weights, under load or of two GPUs is stopped. EAGER (any text): engines that
 # are timed run without compiling and CUDA graphs, which are vLLM's default. LANE: set by lanes.
 set -uo pipefail
 OUT=${OUT:-/tmp/bench/out}
@@ -231,7 +232,7 @@ stage() {
     kernels)
       TINY="" bench kernels 120 --out "$OUT/kernels.json" ;;
     weights)
-      bench weights_rate 590 --out "$OUT/weights_rate.json" --folder "$MEMORY/weights" ${WHEELS:+--wheels "$WHEELS"} \
+      bench weights_rate "${LIMIT_S:-590}" --out "$OUT/weights_rate.json" --folder "$MEMORY/weights" ${WHEELS:+--wheels "$WHEELS"} \
         ${WEIGHTS:+--models "$WEIGHTS"} --repetitions "${REPEAT:-3}" ;;
     weights-disk)
       rm -rf "$DISK/weights"
@@ -255,7 +256,7 @@ stage() {
       done
       return $bad ;;
     under-load)
-      bench under_load 580 --folder "${FOLDER:-$MEMORY}" --out "$OUT/${NAME:-under_load}.json" --logs "$WORK/logs" \
+      bench under_load "${LIMIT_S:-580}" --folder "${FOLDER:-$MEMORY}" --out "$OUT/${NAME:-under_load}.json" --logs "$WORK/logs" \
         --extra "$EXTRA" --systems "${SYSTEMS:-kvtier,native}" --kinds "${KINDS:-save,long,short}" ${EAGER:+--eager} "${@:2}" ;;
     load)
       bench load_mix 330 --folder "$MEMORY" --out "$OUT/load_mix.json" --logs "$WORK/logs" ;;
@@ -278,13 +279,13 @@ stage() {
         --lengths "${LENGTHS:-$lengths}" --count "${COUNT:-2}" ;;
     two-load)
       NAME=two_gpus_under_load KINDS=${KINDS:-save,long} SYSTEMS=${SYSTEMS:-kvtier} \
-        stage under-load --model 70b-half --tp 2 --gpu-memory 0.9 --timeout 280 ;;
+        stage under-load --model 70b-half --tp 2 --gpu-memory 0.9 --timeout 400 ;;
     two-weights)
-      bench weights_rate 590 --ranks 2 --folder "$MEMORY/weights" --out "$OUT/${NAME:-two_gpus_weights}.json" \
+      bench weights_rate "${LIMIT_S:-590}" --ranks 2 --folder "$MEMORY/weights" --out "$OUT/${NAME:-two_gpus_weights}.json" \
         --logs "$WORK/logs/two-ranks" --layers "${LAYERS:-36}" --repetitions "${REPEAT:-3}" \
         ${LOADERS:+--loaders "$LOADERS"} ${WHEELS:+--wheels "$WHEELS"} ;;
     two-engines)
-      bench two_engines 590 --folder "$MEMORY" --out "$OUT/two_gpus_engines.json" --logs "$WORK/logs" --models "$WORK/models" \
+      bench two_engines "${LIMIT_S:-590}" --folder "$MEMORY" --out "$OUT/two_gpus_engines.json" --logs "$WORK/logs" --models "$WORK/models" \
         --records "$WORK/two-engines" --systems "${SYSTEMS:-kvtier}" --seconds "${EACH_S:-240}" --extra "$EXTRA" \
         ${REDIS:+--redis "$REDIS"} ${EAGER:+--eager} ;;
     *)

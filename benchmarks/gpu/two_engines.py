@@ -133,7 +133,8 @@ class TwoEnginesTrial:
         tiny, folder = self._options.tiny, self._setup.folder
         extra = self._setup.extra | {"index": {"kind": "redis", "url": self._url}} if self._url else {}
         job = self._setup.job(self._system, folder, extra)
-        job["environment"] |= {"CUDA_VISIBLE_DEVICES": str(ENGINES.index(gpu))}
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+        job["environment"] |= {"CUDA_VISIBLE_DEVICES": devices[ENGINES.index(gpu)]}
         job["environment"] |= {"PYTHONPATH": os.pathsep.join([*unpacked(self._options.redis), *_python_path()])}
         plan: Found = {key: str(self.records / key) for key in ("go", "counter")}
         plan |= {"ready": str(self.records / f"ready-{name}"), "records": str(self.records / f"{name}.jsonl")}
