@@ -230,6 +230,7 @@ class RecordWriter:
         if batch.state is SaveState.HUNG:
             self._finish(batch)
             return
+        batch.state = SaveState.WRITING  # no task has it any more: see `give_up`
         if isinstance(results, Exception):  # the pool is closed
             results = [results] * len(batch.staged)
         leased, segments, ended = list[Staged](), list[OpenSegment](), dict[SaveOutcome | Exception, list[Staged]]()
@@ -330,18 +331,15 @@ class RecordWriter:
         return self.segments.leave(written[0].plan.namespace, [record.location for record in records])
 
     def _published(self, batch: SaveBatch, result: Any) -> None:
-        saved, lost = list[Staged](), list[Staged]()
-        if batch.state is not SaveState.HUNG and isinstance(result, Exception):
-            self._saver.end(batch.staged, self._outcome_of(result))
-        elif batch.state is not SaveState.HUNG:
-            for item in batch.staged:
-                (saved if item.chunk.set_id in result else lost).append(item)
-            if lost:
-                self._saver.end(lost, SaveOutcome.FAILED)
+        is_visible = result if isinstance(result, set) else ()
+        saved = [item for item in batch.staged if item.chunk.set_id in is_visible]
+        lost = [item for item in batch.staged if item.chunk.set_id not in is_visible]
+        self._finish(batch, len(saved))
+        if lost:
+            self._saver.end(lost, self._outcome_of(result) if isinstance(result, Exception) else SaveOutcome.FAILED)
         if saved:
             self._saver.end(saved, SaveOutcome.SAVED)
             self.disk.worked()
-        self._finish(batch, len(saved))
         if saved and self.segments.unpublished:  # the storage works again
             self._pool.add(self.segments.erase_unpublished)
 
@@ -426,8 +424,13 @@ class RecordWriter:
         for batch in list(self._batches):
             if batch.io is not None:  # even if it has ended: the loop takes no more results
                 self._abandon(batch)
-            else:
+            elif batch.state is SaveState.OPENING:
                 batch.state = SaveState.HUNG
+            elif batch.state is SaveState.PUBLISHING:
+                batch.staged = []
+            elif batch.state is not SaveState.HUNG:  # its I/O has ended
+                self.segments.note_unpublished(batch.namespace, [item.chunk for item in batch.staged])
+                self._finish(batch)
         self._saver.end(list(self.work), SaveOutcome.FAILED)
 
     def trim(self) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,14 @@ from kvtier.errors import IndexUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import SegmentHeader
 from kvtier.index import entry as entries
+from kvtier.io.ring import Batch
 from kvtier.maintenance.scrub import verify
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveOutcome
 from kvtier.storage.root import find_root
 from kvtier.storage.segments import SegmentFiles, segment_name
-from kvtier.worker.loop import Turn
 from kvtier.worker.record_writer import RecordWriter
+from kvtier.worker.saving import Saver
 from tests.support.rig import Engine
 from tests.waiting import wait_until
 
@@ -345,26 +347,38 @@ def test_saving_rests_while_the_index_is_away(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_writes_that_had_ended_at_a_fault_of_the_loop_keep_it_from_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "step"),
+    [
+        (Batch, "results"),
+        (RecordWriter, "_write"),
+        (RecordWriter, "_submit"),
+        (RecordWriter, "_publish"),
+        (Saver, "end"),
+    ],
+)
+def test_a_fault_of_the_loop_ends_the_chunks_and_keeps_others_from_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, step: str
 ) -> None:
-    """Seed 10563 of the simulation: the loop looked for them for ever."""
+    """The set took no chunk any more, or (seed 10563 of the simulation) the loop looked for ended writes for ever."""
     engine = Engine(tmp_path)
-    saver = engine.transfers[0]._saver
-    broken = iter([True])
+    saver, call, broken = engine.transfers[0]._saver, getattr(owner, step), iter([True])
 
-    def fail_once(self: RecordWriter) -> Turn:
-        if any(batch.io is not None and batch.io.wait(0) for batch in self._batches) and next(broken, False):
+    def fail_once(*args: Any, **options: Any) -> Any:
+        if next(broken, False):
             raise RuntimeError("a bug")
-        return turn(self)
+        return call(*args, **options)
 
-    turn = RecordWriter.turn
-    monkeypatch.setattr(RecordWriter, "turn", fail_once)
+    monkeypatch.setattr(owner, step, fail_once)
     assert [done.outcome for done in engine.save(TOKENS[:64], BLOCKS[:4])] == [SaveOutcome.FAILED]
-    wait_until(lambda: not saver._loop._is_running and saver.writer.turn().io is None)
+    assert (engine.store.lookup(engine.keys(TOKENS[:64])) == []) is (owner is not Saver)
+    wait_until(lambda: not saver._loop._is_running and not saver.writer._batches)
     wait_until(lambda: saver.n_gathered == 0)
     saver.writer.disk.worked()
-    assert [done.outcome for done in engine.save(TOKENS, BLOCKS)] == 5 * [SaveOutcome.SAVED]
+    done = {answer.key: answer.outcome for answer in engine.save(TOKENS, BLOCKS)}
+    assert [done[key] for key in engine.keys(TOKENS)[1:]] == 4 * [SaveOutcome.SAVED]
+    files = saver._worker.files(engine.store.namespace_id)
+    assert not any(segment.users for segment in files._open.values())
     engine.close()
 
 
