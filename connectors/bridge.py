@@ -90,6 +90,7 @@ class SchedulerBridge:
         self._requests: dict[str, TrackedRequest] = {}
         self.saves = PendingSaves(store, shape, self._requests, faults)
         self._n_tracked = 0
+        self._n_before_epoch = -1  # requests before the latest reset; -1: there was none
         self._is_stopped = False
         self._has_old_blocks = False
         self._has_foreign_kv = False
@@ -227,6 +228,7 @@ class SchedulerBridge:
             has_begun = True
         self._is_stopped |= not has_begun
         self._has_old_blocks = blocks_in_use
+        self._n_before_epoch = self._n_tracked
         self.saves.clear()
         self.room.shared.clear()
         loading = False
@@ -234,6 +236,15 @@ class SchedulerBridge:
             request.may_load = request.may_save = False
             loading |= request.load_blocks is not None
         return has_begun and not loading
+
+    def weights_changed(self) -> bool:
+        """Begin an epoch, if a request came since the last one: a trainer sends weights in many parts. The engine's own
+        cache may hold KV of the old weights. Return True if one was begun."""
+        is_due = self._n_before_epoch != self._n_tracked
+        if is_due:
+            self.reset(blocks_in_use=True)
+        self._has_old_blocks = True
+        return is_due
 
     def _look_up(self, request: TrackedRequest, computed_tokens: int) -> int | None:
         size = self._shape.chunk_tokens

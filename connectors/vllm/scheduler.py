@@ -28,6 +28,7 @@ from kvtier.connectors.vllm.metrics import KVTierStats, stats_of
 from kvtier.connectors.vllm.namespace import identity_of
 from kvtier.connectors.vllm.requests import GivenBlocks, view_of, why_items_pass_by
 from kvtier.connectors.vllm.save_progress import Frontiers, StepsBehind
+from kvtier.connectors.vllm.weight_changes import watch_weights
 from kvtier.model.tenants import Tenants
 from kvtier.scheduler.engine_report import About
 
@@ -52,7 +53,7 @@ class SchedulerHalf:
         identity = identity_of(vllm_config, spec, layer_names, settings)
         if getattr(vllm_config, "weight_transfer_config", None) is not None:
             log.warning(
-                "after each update of the weights call reset_prefix_cache(reset_connector=True), or old KV is reused"
+                "after each update of the weights call reset_prefix_cache(reset_connector=True), or vLLM reuses old KV"
             )
         loads, self._saves = roles(vllm_config)
         _warn_at_start(vllm_config, settings, self._saves)
@@ -93,6 +94,7 @@ class SchedulerHalf:
         self._given = GivenBlocks()
         self._is_closed = False
         self._n_steps = 0
+        watch_weights(self)
         self._events: dynamo.TierEvents | None = None
         if loads and dynamo.wants_events(vllm_config):  # an engine that only saves needs no prompts sent to it
             hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or spec.block_size
@@ -187,6 +189,15 @@ class SchedulerHalf:
             "find what was stored before, and shares nothing"
         )
         return self._bridge.reset(in_use)
+
+    def weights_changed(self) -> None:
+        """Begin an epoch. vLLM's own cache still holds KV of the old weights: hits in it are not saved until a
+        `reset`."""
+        if self._bridge.weights_changed():
+            log.warning(
+                "weights changed in place: until the engine is started again it does not find what was stored before, "
+                "and shares nothing; call reset_prefix_cache(reset_connector=True), or vLLM reuses old KV"
+            )
 
     def close(self) -> None:
         if not self._is_closed:

@@ -24,6 +24,7 @@ from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.requests import GivenBlocks, view_of
 from kvtier.connectors.vllm.save_progress import Frontiers, StepsBehind
 from kvtier.connectors.vllm.scheduler import SchedulerHalf, rewritten_blocks
+from kvtier.connectors.vllm.weight_changes import watch_weights
 from kvtier.runtime import metrics as names
 from kvtier.scheduler.load_threshold import FixedLimit
 
@@ -327,6 +328,33 @@ def test_a_later_reset_with_no_block_in_use_ends_that() -> None:
     assert scene.half.reset()
     later = scene.ask("later", local=96)
     assert scene.step(later, 96, 34) == [(10, 11), (12, 13)]
+
+
+def test_weights_that_change_begin_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV of reloaded weights was stored under the fingerprint of the old ones, and loaded by other engines."""
+    from vllm.v1.engine.core import EngineCore
+
+    monkeypatch.setattr(EngineCore, "collective_rpc", EngineCore.collective_rpc)  # put back afterwards
+    scene, core = Scene(), EngineCore.__new__(EngineCore)
+    core.model_executor = SimpleNamespace(collective_rpc=lambda *call: [])
+    watch_weights(scene.half)
+
+    def epochs_after(method: Any, *args: Any) -> int:
+        before = scene.store.epoch
+        scene.step(scene.ask(str(method)), 0, 130)
+        assert core.collective_rpc(method, args=args) == []
+        return scene.store.epoch - before
+
+    for method in ("reload_weights", "update_weights", "update_weights_from_ipc", "finish_weight_update"):
+        assert epochs_after(method) == 1, method
+    assert epochs_after("apply_model", lambda model: model.load_weights([])) == 1
+    core.collective_rpc("update_weights")
+    assert scene.store.epoch == 5, "nothing was computed since"
+    for method in ("profile", "compute_weight_checksums", len):
+        assert epochs_after(method) == 0, method
+    assert epochs_after("apply_model", lambda model: model.training) == 0
+    scene.store.stored.clear()
+    assert scene.step(scene.ask("own hit", local=96), 96, 34) == []
 
 
 # --- block tables, before 0.32 ---
