@@ -16,7 +16,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.connectors.vllm.kv_dtypes import is_slot, kv_dtype_of
+from kvtier.connectors.vllm.kv_dtypes import PLAIN, is_slot, kv_dtype_of, torch_name
 from kvtier.errors import ConfigError
 
 log = logging.getLogger("kvtier")
@@ -75,11 +75,16 @@ def check_continuation(vllm_config: Any) -> None:
     """Refuse engines that compute wrong KV after a prefix that they did not compute themselves. Raises ConfigError.
 
     vLLM's reference MLA for CPUs (0.32.0) ignores the tokens before a prefill, and therefore disables chunked prefill
-    and its own prefix cache.
+    and its own prefix cache. Its attention for CPUs (0.32.0) writes elements of the model's dtype, whichever other
+    unquantized dtype the KV tensors have: pages begin at other addresses then.
     """
     from vllm.platforms import current_platform
 
-    model = vllm_config.model_config
+    model, cache_dtype = vllm_config.model_config, str(vllm_config.cache_config.cache_dtype)
+    own = torch_name(getattr(model, "dtype", ""))
+    if current_platform.is_cpu() and cache_dtype in PLAIN - {"auto", own}:
+        fix = f"vLLM's attention for CPUs writes elements of the model's dtype ({own}) all the same: set it to auto"
+        raise ConfigError("kv_cache_dtype", cache_dtype, fix)
     chunked = getattr(vllm_config.scheduler_config, "enable_chunked_prefill", True)
     if current_platform.is_cpu() and getattr(model, "use_mla", False) and not chunked:
         fix = "vLLM's MLA for this CPU cannot continue from loaded KV; run it on a GPU, or without the kvtier connector"

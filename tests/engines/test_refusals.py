@@ -328,6 +328,20 @@ def test_mla_that_cannot_continue_from_loaded_kv_is_refused(
     platform.check_continuation(engine(scheduler__enable_chunked_prefill=False))
 
 
+@pytest.mark.parametrize(("device", "cache_dtype"), [("cpu", "bfloat16"), ("cpu", "auto"), ("cuda", "bfloat16")])
+def test_kv_of_another_dtype_than_the_models_is_refused_on_a_cpu(
+    device: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's attention there wrote float32 into tensors of bfloat16, past the ends of pages: hits were wrong."""
+    monkeypatch.setattr("vllm.platforms.current_platform", Platform(device))
+    config = engine(cache__cache_dtype=cache_dtype, model__dtype=torch.float32)
+    if (device, cache_dtype) == ("cpu", "bfloat16"):
+        with pytest.raises(ConfigError, match=r"kv_cache_dtype = 'bfloat16': .*\(float32\).*set it to auto"):
+            platform.check_continuation(config)
+        config.model_config.dtype = torch.bfloat16
+    platform.check_continuation(config)
+
+
 def test_platforms_whose_packing_is_not_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.platforms.current_platform", Platform("rocm"))
     with pytest.raises(ConfigError, match="platform = 'rocm'"):
