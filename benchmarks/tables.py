@@ -21,6 +21,7 @@ from benchmarks import answers as answers_of
 from benchmarks import quality as quality_of
 from benchmarks.gpu import equality as equality_of
 from benchmarks.gpu import load_mix, save_cost, ttft, two_engines, weights_engine, weights_rate
+from benchmarks.gpu import under_load as under_load_of
 from benchmarks.report import bold, ms
 from benchmarks.versus import judge
 from benchmarks.versus.judge import Entries
@@ -37,6 +38,7 @@ UNDER_LOAD = {  # steps of the result
     "decode_beside": "16 x 12,000 tokens beside 16 requests that decode",
 }
 UNDER_LOAD_TOKEN_BYTES = 131_072  # of 8B, bf16
+TWO_LOAD_TOKEN_BYTES = 163_840  # of half of 70B's layers, bf16
 
 Lines = list[str]
 Result = dict[str, Any]
@@ -270,15 +272,27 @@ simple(
 )
 
 
-@table
-def weights_two_ranks() -> Lines:
-    result = read("gpu/weights_two_ranks")
-    files = result["files"]
-    return [
-        f"**Weights on two ranks** (`run_h200.sh two-weights`, {source(result)}; 70B's dimensions with "
-        f"{files['layers']} layers, {files['bytes'] / 1e9:.0f} GB, TP=2, from tmpfs; kvtier with 16 threads a rank):",
-        *rows(*weights_rate.rank_rows(result)),
-    ]
+for name, about in {
+    "": "kvtier with 16 threads a rank",
+    "_peers": "two other engines read and wrote the same tmpfs meanwhile, on the other GPUs and half of the cores",
+}.items():
+    simple(
+        f"weights-two-ranks{name.replace('_', '-')}",
+        f"gpu/weights_two_ranks{name}",
+        weights_rate.rank_rows,
+        "**Weights on two ranks** (`run_h200.sh two-weights`, {source}; 70B's dimensions with {files[layers]} layers, "
+        f"TP=2, from tmpfs; {about}):",
+    )
+simple(
+    "two-load",
+    "gpu/two_gpus_under_load",
+    lambda result: (
+        ("system", "measure", "value", "share"),
+        under_load_of.rows_of("kvtier", result["systems"]["kvtier"], result["ceilings"], TWO_LOAD_TOKEN_BYTES),
+    ),
+    "**Bursts at TP=2** (`run_h200.sh two-load`, {source}; half of 70B's layers, from tmpfs; share of plain writes or "
+    "reads of both ranks in the same run, decoders' share of their pace alone; tests ran on the other GPUs):",
+)
 
 
 @table
