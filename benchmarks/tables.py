@@ -274,7 +274,7 @@ simple(
 
 for name, about in {
     "": "kvtier with 16 threads a rank",
-    "_peers": "two other engines read and wrote the same tmpfs meanwhile, on the other GPUs and half of the cores",
+    "_peers": "at the same time two other engines used the same tmpfs, the other GPUs and half of the cores",
 }.items():
     simple(
         f"weights-two-ranks{name.replace('_', '-')}",
