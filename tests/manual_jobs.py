@@ -13,10 +13,10 @@ class ManualJobs:
     def __init__(self, queued_max: int) -> None:
         self._queued_max = queued_max
         self._queue: list[Job] = []
-        self._closed = False
+        self.is_closed = False
 
     def submit(self, job: Job) -> bool:
-        if self._closed or len(self._queue) >= self._queued_max:
+        if self.is_closed or len(self._queue) >= self._queued_max:
             return False
         self._queue.append(job)
         return True
@@ -37,5 +37,5 @@ class ManualJobs:
         return True
 
     def close(self) -> None:
-        self._closed = True
+        self.is_closed = True
         self._queue.clear()

@@ -21,6 +21,7 @@ EXTRA_THREADS_MAX = 16  # threads of one queue beside its own, while jobs hang i
 
 class Jobs(Protocol):
     threads: int  # jobs that run at a time
+    is_closed: bool
 
     def submit(self, job: Job) -> bool:
         """Queue a job. Return False when the queue is full or closed."""
@@ -51,7 +52,7 @@ class ThreadJobs:
         self._queued_max = queued_max
         self._queue: deque[Job] = deque()
         self._running: dict[object, float] = {}  # when each job began
-        self._closed = False
+        self.is_closed = False
         self._changed = threading.Condition()
         self._name = name
         self.threads = self._n_wanted = self._n_threads = threads
@@ -60,7 +61,7 @@ class ThreadJobs:
 
     def submit(self, job: Job) -> bool:
         with self._changed:
-            if self._closed or len(self._queue) >= self._queued_max:
+            if self.is_closed or len(self._queue) >= self._queued_max:
                 return False
             self._queue.append(job)
             self._changed.notify()
@@ -75,7 +76,7 @@ class ThreadJobs:
         with self._changed:
             n_stuck = sum(map(began_before_s.__gt__, self._running.values()))
             self._n_wanted = self.threads + min(n_stuck, EXTRA_THREADS_MAX)
-            n_more = 0 if self._closed else max(0, self._n_wanted - self._n_threads)
+            n_more = 0 if self.is_closed else max(0, self._n_wanted - self._n_threads)
             self._n_threads += n_more
             if self._n_wanted < self._n_threads:
                 self._changed.notify_all()  # the threads that were added end
@@ -92,7 +93,7 @@ class ThreadJobs:
 
     def close(self) -> None:
         with self._changed:
-            self._closed = True
+            self.is_closed = True
             self._queue.clear()
             self._changed.notify_all()
 
@@ -102,7 +103,7 @@ class ThreadJobs:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._queue and not self._closed and self._n_threads <= self._n_wanted:
+                while not self._queue and not self.is_closed and self._n_threads <= self._n_wanted:
                     self._changed.wait()
                 if not self._queue or self._n_threads > self._n_wanted:
                     self._n_threads -= 1

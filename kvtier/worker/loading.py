@@ -377,7 +377,7 @@ class ChunkLoader:
         return [*results, *[None] * (len(fetches) - len(results))]
 
     def _opened(self, fetches: Sequence[Fetch], results: Any) -> None:
-        if isinstance(results, Exception):  # the pool is closed
+        if isinstance(results, Exception):  # of the task, or the pool refused it
             results = [results] * len(fetches)
         begun, again = list[Fetch](), list[Fetch]()
         for fetch, result in zip(fetches, results, strict=True):

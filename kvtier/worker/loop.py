@@ -234,7 +234,7 @@ class TaskPool:
         with self._loop.changed:
             self._loop.n_tasks += 1
         if not self._jobs.submit(partial(self._run, work, then)):
-            self._run(_refuse, then)
+            self._run(self._refuse, then)
 
     def _run(self, work: Callable[[], object], then: Then | None) -> None:
         result: object = None
@@ -252,6 +252,6 @@ class TaskPool:
                 self._loop.n_tasks -= 1
                 self._loop.changed.notify_all()
 
-
-def _refuse() -> None:
-    raise TierUnavailable("the worker is closed")
+    def _refuse(self) -> None:
+        full = f"the queue of tasks is full: {self._jobs.pending()} of them for {self._jobs.threads} threads"
+        raise TierUnavailable("the worker is closed" if self._jobs.is_closed else full)

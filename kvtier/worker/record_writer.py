@@ -231,7 +231,7 @@ class RecordWriter:
             self._finish(batch)
             return
         batch.state = SaveState.WRITING  # no task has it any more: see `give_up`
-        if isinstance(results, Exception):  # the pool is closed
+        if isinstance(results, Exception):  # of the task, or the pool refused it
             results = [results] * len(batch.staged)
         leased, segments, ended = list[Staged](), list[OpenSegment](), dict[SaveOutcome | Exception, list[Staged]]()
         for item, result in zip(batch.staged, results, strict=True):

@@ -311,7 +311,7 @@ class Saver:
         ]
 
     def _signed(self, staged: Sequence[Staged], result: Any) -> None:
-        if not isinstance(result, list):  # the pool is closed
+        if not isinstance(result, list):  # of the task, or the pool refused it
             self.end(staged, SaveOutcome.FAILED)
             return
         for item, tags in zip(staged, result, strict=True):

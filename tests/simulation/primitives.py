@@ -150,12 +150,12 @@ class SimJobs:
         self.threads = threads
         self._n_stuck = 0
         self._running: dict[object, float] = {}
-        self._closed = False
+        self.is_closed = False
         self._queue: deque[Job] = deque()
         self._idle: list[Task] = []
 
     def submit(self, job: Job) -> bool:
-        if self._closed or len(self._queue) >= self.queued_max:
+        if self.is_closed or len(self._queue) >= self.queued_max:
             return False
         self._queue.append(job)
         self._start(1)
@@ -177,7 +177,7 @@ class SimJobs:
         return True
 
     def close(self) -> None:
-        self._closed = True
+        self.is_closed = True
         self._queue.clear()
 
     def _start(self, n_jobs: int) -> None:

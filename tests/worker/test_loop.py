@@ -13,6 +13,7 @@ import pytest
 from kvtier.errors import TierUnavailable
 from kvtier.runtime.threads import ThreadJobs
 from kvtier.worker.loop import TaskPool, TransferLoop
+from tests.manual_jobs import ManualJobs
 from tests.waiting import wait_until
 
 TIMEOUT_S = 0.4
@@ -70,15 +71,20 @@ def test_tasks_run_beside_one_that_hangs(loop: TransferLoop, pool: TaskPool) -> 
     assert told == ["the next", True]
 
 
-def test_a_task_that_finds_its_pool_closed_is_answered(loop: TransferLoop) -> None:
+def test_a_task_that_its_pool_refuses_is_answered(loop: TransferLoop) -> None:
     told: list[object] = []
-    jobs = ThreadJobs("pool", 1, 4)
+    jobs = ManualJobs(1)
     pool = loop.pool(jobs)
+    for _ in range(2):
+        pool.add(lambda: None, told.append)
+    wait_until(lambda: told, "the answer", 10)
+    jobs.run()
     jobs.close()
     pool.add(lambda: None, told.append)
     pool.add(lambda: None)
     assert loop.drain(10)
-    assert [str(result) for result in told] == ["the worker is closed"]
+    full = "the queue of tasks is full: 1 of them for 1 threads"
+    assert list(map(str, told)) == [full, "None", "the worker is closed"]
 
 
 def test_a_part_whose_work_has_ended_is_not_looked_at_again(loop: TransferLoop) -> None:
