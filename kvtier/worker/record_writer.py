@@ -332,8 +332,9 @@ class RecordWriter:
 
     def _published(self, batch: SaveBatch, result: Any) -> None:
         is_visible = result if isinstance(result, set) else ()
-        saved = [item for item in batch.staged if item.chunk.set_id in is_visible]
-        lost = [item for item in batch.staged if item.chunk.set_id not in is_visible]
+        saved, lost = list[Staged](), list[Staged]()
+        for item in batch.staged:
+            (saved if item.chunk.set_id in is_visible else lost).append(item)
         self._finish(batch, len(saved))
         if lost:
             self._saver.end(lost, self._outcome_of(result) if isinstance(result, Exception) else SaveOutcome.FAILED)

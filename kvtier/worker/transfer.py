@@ -157,7 +157,8 @@ class Transfer:
 
     def _leave_files(self) -> None:
         """Give back what our segments do not need, and slots of I/O that has returned. Waits for the storage."""
-        if not any(jobs.pending() for jobs in self._jobs):
+        # `drain` returns once the work of the last task is done; its thread ends it afterwards.
+        if all(jobs.drain(CLOSE_TIMEOUT_S / 4) for jobs in self._jobs):
             self._saver.writer.trim()
         self._worker.quarantine.sweep()
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from kvtier.runtime.threads import Job
 from kvtier.scheduler.store import WantedChunk
+from kvtier.worker import transfer
 from tests.support.rig import Engine
 
 CHUNKS_A_JOB = 2
@@ -39,10 +42,10 @@ def test_no_record_is_cut_off_whichever_was_written_last(tmp_path: Path, slots: 
     for number in order:
         plan = plans[number]
         assert plan is not None
-        for transfer in writer.transfers:
-            transfer.save(plan)
-            assert transfer.drain(20)
-            writer.store.saved(transfer.poll().saves)
+        for rank in writer.transfers:
+            rank.save(plan)
+            assert rank.drain(20)
+            writer.store.saved(rank.poll().saves)
     writer.close()
     reader = engine_of(tmp_path, slots)
     found, done = reader.load(tokens, TARGET)
@@ -51,6 +54,28 @@ def test_no_record_is_cut_off_whichever_was_written_last(tmp_path: Path, slots: 
     used = next(tmp_path.glob("v2/*/*.kvseg")).stat().st_size
     reader.close()
     assert used == 4096 + 6 * RECORD_BYTES, "and no more than the records stays"
+
+
+def test_files_are_trimmed_though_a_thread_has_yet_to_end_its_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "CLOSE_TIMEOUT_S", 40.0)
+    engine = engine_of(tmp_path, 8)
+    jobs, goes_on = engine.transfers[0]._jobs.save, threading.Event()
+    submit = jobs.submit
+
+    def submit_slow(job: Job) -> bool:
+        def run() -> None:
+            job()
+            goes_on.wait(20)
+
+        return submit(run)
+
+    monkeypatch.setattr(jobs, "submit", submit_slow)
+    engine.save(range(64), range(engine.chunk_blocks))
+    threading.Timer(0.3, goes_on.set).start()
+    engine.close()
+    assert next(tmp_path.glob("v2/*/*.kvseg")).stat().st_size == 4096 + RECORD_BYTES
 
 
 def test_saves_that_a_reset_overtakes_log_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -73,9 +98,9 @@ def test_saves_that_a_reset_overtakes_log_no_warning(tmp_path: Path, caplog: pyt
     while left.parent.exists():
         assert time.monotonic() < deadline, "a segment that no lookup can name again stays"
         time.sleep(0.02)
-    (transfer,) = writer.transfers
-    transfer.save(plan)
-    assert transfer.drain(20)
+    (rank,) = writer.transfers
+    rank.save(plan)
+    assert rank.drain(20)
     writer.close()
     assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert not left.parent.exists(), "records that were written late stay"
