@@ -29,7 +29,7 @@ UNPUBLISHED_MAX = 4096  # records whose saves failed that are remembered until t
 
 
 class OwnSegments:
-    """Thread-safe, but for `lease`: one thread at a time may lease segments of a set.
+    """Thread-safe, but for `lease`: one thread at a time may lease a segment.
 
     Args:
         writes: content of a record of this rank.

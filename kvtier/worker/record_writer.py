@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import Any, Protocol
 
 from kvtier.errors import Corrupt, IndexUnavailable, KVTierError, TierUnavailable
-from kvtier.format.record import RecordHeader, part_of, slot_start
+from kvtier.format.record import RecordHeader, slot_start
 from kvtier.index.base import Location, NewRecord
 from kvtier.io.base import Reads
 from kvtier.io.ring import FlushOp, OpResult, WriteOp
@@ -23,13 +23,14 @@ from kvtier.runtime import metrics as names
 from kvtier.runtime.backoff import Backoff
 from kvtier.runtime.repeated_log import RepeatedLog, cause_of
 from kvtier.storage.filesystem import FULL
-from kvtier.storage.open_segments import OpenSegment
+from kvtier.storage.open_segments import Name, OpenSegment
 from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import Mark
 from kvtier.worker.loop import TaskPool, Then, Turn
 from kvtier.worker.own_segments import OwnSegments
 
 OPEN_GRACE_S = 0.25  # a batch that is OPENING so long after its deadline is given up, seconds
+SLOW_SHARE = 0.25  # share of the time-out after which chunks of other files do not wait for a file that may hang
 FULL_PAUSE_S = 0.5  # pause after a save met a full disk or quota; the next one finds out whether there is room, seconds
 # Chunks that may be on their way from READY to ENDED; a batch is half of them at most, so that one is opened or
 # published while another is written. All of them must be written within one time-out.
@@ -53,10 +54,10 @@ class SaveState(Enum):
 class Staged:
     """A chunk that was gathered, and the slot, reserved for it, that its bytes are in by now.
 
-    begun_s: when it was gathered. deadline_s: until then it waits for a slot of the host arena. checksums: of its slabs
-    as they were gathered; None: not known, the I/O engine's own are taken. above: staging slot that it was copied down
-    from, while that is still reserved for it; -1: none. is_above: it was not copied down. tags: in a signed namespace.
-    location: of its record, once that is written.
+    begun_s: when it was gathered. file: that it is written to. deadline_s: until then it waits for a slot of the host
+    arena. checksums: of its slabs as they were gathered; None: not known, the I/O engine's own are taken. above:
+    staging slot that it was copied down from, while that is still reserved for it; -1: none. is_above: it was not
+    copied down. tags: in a signed namespace. location: of its record, once that is written.
     """
 
     chunk: SaveChunk
@@ -64,6 +65,7 @@ class Staged:
     arena: ChunkArena
     slot: int
     begun_s: float
+    file: Name
     deadline_s: float = math.inf
     checksums: tuple[int, ...] | None = None
     above: int = -1
@@ -74,25 +76,28 @@ class Staged:
 
 @dataclass(eq=False, slots=True)
 class SaveBatch:
-    """Chunks of one namespace that are in one state together, from OPENING on.
+    """Chunks of one namespace that are in one state together, from OPENING on; of one file in WRITING and FLUSHING.
 
-    held: segments that are open for the batch. files: descriptors that are written. io: writes or flushes under way.
-    results: of the writes.
+    slow_s: time from which its file may hang. opening: file that a thread opens now. is_split: that takes long, and no
+    further file is opened. held: segments that are open for the batch. io: writes or flushes under way. results: of the
+    writes.
     """
 
     namespace: bytes
     staged: list[Staged]
     state: SaveState
     begun_s: float
-    deadline_s: float
-    held: list[OpenSegment] = field(default_factory=list)
-    files: list[int] = field(default_factory=list)
+    slow_s: float = math.inf
+    deadline_s: float = math.inf
+    opening: Name | None = None
+    is_split: bool = False
+    held: dict[Name, OpenSegment] = field(default_factory=dict)
     io: Reads | None = None
     results: list[OpResult] = field(default_factory=list)
 
     @property
-    def set_ids(self) -> set[int]:
-        return {item.chunk.set_id for item in self.staged}
+    def files(self) -> set[Name]:
+        return {item.file for item in self.staged}
 
 
 Opened = OpenSegment | SaveOutcome | Exception  # of one chunk
@@ -107,8 +112,9 @@ class Ends(Protocol):
         """Answer chunks and give their slots back. Return False if there are none."""
         ...
 
-    def give_back(self, staged: Sequence[Staged]) -> None:
-        """Give back the slots that chunks kept when they were answered. Called on any thread."""
+    def give_back(self, staged: Sequence[Staged], then: Callable[[], None]) -> None:
+        """Give back the slots that chunks kept when they were answered, and run `then` on the loop's thread. Called on
+        any thread."""
         ...
 
 
@@ -135,7 +141,8 @@ class RecordWriter:
         self._saver = saver
         self._log = RepeatedLog(worker.clock)
         self._batches: dict[SaveBatch, None] = {}
-        self._whole = worker.geometry.whole
+        self._stored: list[SaveBatch] = []  # to be published
+        self._saved_s = -math.inf
         self._slots_used: dict[tuple[bytes, int], tuple[int, int]] = {}
 
     def turn(self) -> Turn:
@@ -149,6 +156,10 @@ class RecordWriter:
                 has_moved = True
             elif batch.deadline_s <= now_s and self._expire(batch, now_s):
                 has_moved = True
+            elif batch.state is SaveState.OPENING and batch.slow_s <= now_s and not batch.is_split:
+                self._split(batch)
+        if self._stored:
+            self._publish()
         if self.ready and self._begin(now_s):
             has_moved, goes_on = True, bool(self.ready)
         first, n_writing, self.due_s = None, 0, math.inf
@@ -157,20 +168,21 @@ class RecordWriter:
             if batch.state is SaveState.WRITING:
                 n_writing += len(batch.staged)
             elif batch.state is SaveState.OPENING:
-                self.due_s = min(self.due_s, batch.deadline_s + OPEN_GRACE_S)
+                due_s = batch.deadline_s + OPEN_GRACE_S if batch.is_split else batch.slow_s
+                self.due_s = min(self.due_s, due_s)
         return Turn(has_moved, goes_on, first, n_writing * self._worker.arena.slot_bytes)
 
     def _begin(self, now_s: float) -> bool:
         """Open segments for the chunks that are ready, as many as the window has room for. While saving backs off
         because storage hangs, end them instead. Return False if nothing changed."""
-        hung, opening, n_under_way = set[int](), set[int](), 0
+        hung, busy, n_under_way = set[Name](), set[Name](), 0
         for batch in self._batches:
             if batch.state is SaveState.HUNG:
-                hung |= batch.set_ids
+                hung |= batch.files
                 continue
-            n_under_way += len(batch.staged)
-            if batch.state is SaveState.OPENING:
-                opening |= batch.set_ids
+            n_under_way += len(batch.staged) if now_s < batch.slow_s else 0
+            if batch.slow_s <= now_s or batch.state is SaveState.OPENING:
+                busy |= batch.files
         if (hung or len(self._worker.quarantine)) and self.disk.is_resting(now_s):
             ended, self.ready = self.ready, []
             return self._saver.end(ended, SaveOutcome.RESTING)
@@ -180,11 +192,11 @@ class RecordWriter:
             return False
         stuck, staged, left = list[Staged](), list[Staged](), list[Staged]()
         for item in self.ready:
-            if item.chunk.set_id in hung:
+            if item.file in hung:
                 stuck.append(item)
             elif (
                 len(staged) < room
-                and item.chunk.set_id not in opening
+                and item.file not in busy
                 and (not staged or item.plan.namespace == staged[0].plan.namespace)
             ):
                 staged.append(item)
@@ -193,75 +205,91 @@ class RecordWriter:
         self.ready = left
         if stuck:
             self._saver.end(stuck, SaveOutcome.FAILED)
-            self._rest("a segment of the same set does not open")
+            self._hangs("their segment does not answer")
         if staged:
+            namespace, timeout_s = staged[0].plan.namespace, self._worker.timeout_s
             batch = SaveBatch(
-                staged[0].plan.namespace, staged, SaveState.OPENING, now_s, now_s + self._worker.timeout_s
+                namespace, staged, SaveState.OPENING, now_s, now_s + SLOW_SHARE * timeout_s, now_s + timeout_s
             )
             self._batches[batch] = None
-            self._pool.add(partial(self._open, batch), partial(self._opened, batch))
+            self._pool.add(partial(self._open, batch, tuple(staged)), partial(self._opened, batch))
         return bool(staged or stuck)
 
-    def _open(self, batch: SaveBatch) -> list[Opened]:
+    def _split(self, batch: SaveBatch) -> None:
+        """Leave to the batch the chunks of the file that a thread opens for long, and begin the others again."""
+        batch.is_split = True  # the thread looks at it after it has set `opening`
+        if batch.opening is None:  # the index is slow
+            batch.is_split = False
+            return
+        self.ready[:0] = [item for item in batch.staged if item.file != batch.opening]
+        batch.staged = [item for item in batch.staged if item.file == batch.opening]
+
+    def _open(self, batch: SaveBatch, staged: Sequence[Staged]) -> dict[Staged, Opened]:
         """Look the chunks up and open their segments, each file once. Runs in the pool, and touches no slot: at its
         deadline the batch is given up."""
         try:
-            present = self._worker.index.find([item.chunk.key for item in batch.staged])
+            present = self._worker.index.find([item.chunk.key for item in staged])
         except IndexUnavailable:
-            present = [None] * len(batch.staged)
-        by_file: dict[tuple[int, int], Opened] = {}
-        results: list[Opened] = []
-        for item, entry in zip(batch.staged, present, strict=True):
-            set_id, slot = item.chunk.set_id, item.chunk.slot
-            file = set_id, part_of(set_id, self._worker.share.rank, slot)
-            if entry is None and file not in by_file:
+            present = [None] * len(staged)
+        by_file: dict[Name, Opened] = {}
+        results: dict[Staged, Opened] = {}
+        for item, entry in zip(staged, present, strict=True):
+            if entry is None and item.file not in by_file:
+                batch.opening = item.file
+                if batch.is_split:
+                    break
                 try:
-                    segment = self.segments.lease(item.plan, item.chunk, file[1])
+                    segment = self.segments.lease(item.plan, item.chunk, item.file[1])
                 except (KVTierError, OSError) as fault:
-                    by_file[file] = fault
+                    by_file[item.file] = fault
                 else:
-                    by_file[file] = segment or SaveOutcome.FAILED
+                    by_file[item.file] = segment or SaveOutcome.FAILED
                     if segment is not None:
-                        batch.held.append(segment)
-            results.append(by_file[file] if entry is None else SaveOutcome.PRESENT)
+                        batch.held[item.file] = segment
+            results[item] = by_file[item.file] if entry is None else SaveOutcome.PRESENT
         return results
 
     def _opened(self, batch: SaveBatch, results: Any) -> None:
+        """Write the chunks in a batch for each file: one that hangs holds up no other."""
         if batch.state is SaveState.HUNG:
             self._finish(batch)
             return
         batch.state = SaveState.WRITING  # no task has it any more: see `give_up`
-        if isinstance(results, Exception):  # of the task, or the pool refused it
-            results = [results] * len(batch.staged)
-        leased, segments, ended = list[Staged](), list[OpenSegment](), dict[SaveOutcome | Exception, list[Staged]]()
-        for item, result in zip(batch.staged, results, strict=True):
-            if isinstance(result, OpenSegment):
-                leased.append(item)
-                segments.append(result)
-            else:
+        writing, ended = dict[Name, SaveBatch](), dict[SaveOutcome | Exception, list[Staged]]()
+        for item in batch.staged:
+            result = results if isinstance(results, Exception) else results.get(item)
+            if result is None:
+                self.ready.append(item)
+            elif not isinstance(result, OpenSegment):  # a fault of the task, or the pool refused it
                 ended.setdefault(result, []).append(item)
+            elif item.file in writing:
+                writing[item.file].staged.append(item)
+            else:
+                writing[item.file] = SaveBatch(
+                    batch.namespace, [item], SaveState.WRITING, batch.begun_s, batch.slow_s, batch.deadline_s
+                )
+        for file, of_file in writing.items():
+            of_file.held[file] = batch.held.pop(file)
+            self._batches[of_file] = None
+        self._finish(batch)
         for why, staged in ended.items():
             self._saver.end(staged, self._outcome_of(why) if isinstance(why, Exception) else why)
-        batch.staged = leased
-        if leased:
-            self._write(batch, segments)
-        else:
-            self._finish(batch)
+        for of_file in writing.values():
+            self._write(of_file)
 
-    def _write(self, batch: SaveBatch, segments: Sequence[OpenSegment]) -> None:
+    def _write(self, batch: SaveBatch) -> None:
         """Put the records' header pages into their slots and submit the writes. The I/O engine computes the checksums
         that are missing while it writes, and fills them in."""
         writes, slab_bytes, namespace = self.segments.writes, self.segments.slab_bytes, batch.namespace
         chunk_tokens, no_sums = self._worker.geometry.chunk_tokens, (0,) * writes.n_heads
         heads, head, layer = writes.n_heads, writes.first_head, writes.first_layer
-        ops = list[WriteOp]()
-        for item, segment in zip(batch.staged, segments, strict=True):
+        (segment,), ops = batch.held.values(), list[WriteOp]()
+        for item in batch.staged:
             key, parent, set_id, slot = item.chunk.key, item.chunk.parent, item.chunk.set_id, item.chunk.slot
             page = RecordHeader(key, parent, namespace, slab_bytes, chunk_tokens, slot, writes, set_id, no_sums)
             address = self.arena.put_header(item.slot, page.pack(item.tags))
             offset = slot_start(set_id, slot, segment.header.slot_bytes)
             ops.append(WriteOp(segment.fd, offset, address, slab_bytes, heads, key, head, layer, item.checksums))
-            batch.files.append(segment.fd)
             # Full sets are kept in the table too: another batch may write a set's first slots after its last ones.
             used, _ = self._slots_used.get((namespace, set_id), (0, 0))
             self._slots_used[namespace, set_id] = max(used, slot + 1), segment.header.slots
@@ -275,27 +303,20 @@ class RecordWriter:
             self._finish(batch)
 
     def _written(self, batch: SaveBatch, results: list[OpResult]) -> None:
-        """Flush each file once, where other nodes may read nothing of it before."""
+        """Flush the file where other nodes may read nothing of it before."""
         batch.results = results
-        files: list[int] = []
-        if self._worker.files.sharing.flushes:
-            files = sorted({file for file, result in zip(batch.files, results, strict=True) if result.ok})
-        if files:
-            self._submit(batch, SaveState.FLUSHING, [FlushOp(file) for file in files])
+        if self._worker.files.sharing.flushes and any(result.ok for result in results):
+            self._submit(batch, SaveState.FLUSHING, [FlushOp(segment.fd) for segment in batch.held.values()])
         else:
-            self._publish(batch)
+            self._end_writes(batch)
 
     def _flushed(self, batch: SaveBatch, results: list[OpResult]) -> None:
-        files = sorted({file for file, result in zip(batch.files, batch.results, strict=True) if result.ok})
-        errors = {file: result.error for file, result in zip(files, results, strict=True)}
-        batch.results = [
-            result._replace(error=errors[file]) if result.ok else result
-            for file, result in zip(batch.files, batch.results, strict=True)
-        ]
-        self._publish(batch)
+        (flush,) = results
+        batch.results = [result._replace(error=flush.error) if result.ok else result for result in batch.results]
+        self._end_writes(batch)
 
-    def _publish(self, batch: SaveBatch) -> None:
-        """Have the index take the records that are stored; the others fail."""
+    def _end_writes(self, batch: SaveBatch) -> None:
+        """Fail the records that are not stored; the others are to be published."""
         written: list[Staged] = []
         rank, slab_bytes, writes = self._worker.share.rank, self.segments.slab_bytes, self.segments.writes
         for item, result in zip(batch.staged, batch.results, strict=True):
@@ -311,20 +332,29 @@ class RecordWriter:
             if result.error in FULL:
                 self._wait_for_room("a write met a full disk or quota")
             self._fail([item], SaveOutcome.NO_SPACE if result.error in FULL else SaveOutcome.FAILED)
-        batch.staged = written
         if written:
-            batch.state = SaveState.PUBLISHING
-            self._pool.add(partial(self._put_in_index, written), partial(self._published, batch))
-        else:
-            self._finish(batch)
+            self._stored.append(SaveBatch(batch.namespace, written, SaveState.PUBLISHING, batch.begun_s))
+        self._finish(batch)
+
+    def _publish(self) -> None:
+        """Have the index take the records that are stored, those of a namespace together."""
+        by_namespace: dict[bytes, SaveBatch] = {}
+        for stored in self._stored:
+            batch = by_namespace.setdefault(stored.namespace, stored)
+            if batch is not stored:
+                batch.staged += stored.staged
+        self._stored.clear()
+        for batch in by_namespace.values():
+            self._batches[batch] = None
+            self._pool.add(partial(self._put_in_index, batch.staged), partial(self._published, batch))
 
     def _put_in_index(self, written: Sequence[Staged]) -> set[int]:
         """Publish the records. Return the ids of the sets whose chunks are visible now, by these or by other records of
         the same chunks. Sets that were removed or taken over before are left out. Runs in the pool."""
-        records, set_ids = list[NewRecord](), set[int]()
+        records, set_ids, whole = list[NewRecord](), set[int](), self._worker.geometry.whole
         for item in written:
             assert item.location is not None
-            records.append(NewRecord(item.chunk.key, item.location, self._whole))
+            records.append(NewRecord(item.chunk.key, item.location, whole))
             set_ids.add(item.chunk.set_id)
         if self._worker.index.publish(records) == len(records):
             return set_ids
@@ -335,34 +365,40 @@ class RecordWriter:
         saved, lost = list[Staged](), list[Staged]()
         for item in batch.staged:
             (saved if item.chunk.set_id in is_visible else lost).append(item)
-        self._finish(batch, len(saved))
+        counted = {names.SAVE_SECONDS: self._worker.clock() - batch.begun_s}
+        if saved:
+            counted[names.SAVE_TOKENS] = len(saved) * self._worker.geometry.chunk_tokens
+            counted[names.SAVE_BYTES] = len(saved) * self.segments.record_bytes
+        self._worker.metrics.add_each(counted)
+        self._finish(batch)
         if lost:
             self._saver.end(lost, self._outcome_of(result) if isinstance(result, Exception) else SaveOutcome.FAILED)
         if saved:
             self._saver.end(saved, SaveOutcome.SAVED)
             self.disk.worked()
+            self._saved_s = self._worker.clock()
         if saved and self.segments.unpublished:  # the storage works again
             self._pool.add(self.segments.erase_unpublished)
 
     def _expire(self, batch: SaveBatch, now_s: float) -> bool:
         """Give up a batch that is late. (The index has deadlines of its own.) Return False if it may go on."""
         if batch.io is not None:
-            self._rest(f"a write took more than {self._worker.timeout_s:.0f} s")
+            self._hangs(f"a write took more than {self._worker.timeout_s:.0f} s")
             self._abandon(batch)
         elif batch.state is SaveState.OPENING and batch.deadline_s + OPEN_GRACE_S < now_s:
             batch.state = SaveState.HUNG
-            self._rest(f"creating or opening a segment took more than {self._worker.timeout_s:.0f} s")
+            self._hangs(f"creating or opening a segment took more than {self._worker.timeout_s:.0f} s")
             self._saver.end(batch.staged, SaveOutcome.FAILED)
         else:
             return False
         return True
 
     def _abandon(self, batch: SaveBatch) -> None:
-        """Fail a batch whose writes are under way. Slots and segments stay taken until the kernel returns them."""
+        """Fail a batch whose writes are under way. Slots and segments stay taken until the kernel returns them, and no
+        other chunk is written to the file."""
         assert batch.io is not None
-        del self._batches[batch]
-        batch.state = SaveState.ENDED
-        self._worker.quarantine.add(batch.io, partial(self._returned, batch))
+        batch.state, io, batch.io = SaveState.HUNG, batch.io, None
+        self._worker.quarantine.add(io, partial(self._returned, batch))
         self._saver.end(batch.staged, SaveOutcome.FAILED, frees_slots=False)
 
     def _returned(self, batch: SaveBatch) -> None:
@@ -371,22 +407,13 @@ class RecordWriter:
             self.segments.note_unpublished(batch.namespace, [item.chunk for item in batch.staged])
             self.segments.erase_unpublished()
         finally:
-            self._saver.give_back(batch.staged)
-            for segment in batch.held:
-                segment.release()
+            self._saver.give_back(batch.staged, partial(self._finish, batch))
 
-    def _finish(self, batch: SaveBatch, n_saved: int = 0) -> None:
-        """Count a batch in the metrics, release its segments and forget it. All of its chunks are answered."""
-        counted = {}
-        if batch.state is not SaveState.HUNG:
-            counted[names.SAVE_SECONDS] = self._worker.clock() - batch.begun_s
-        if n_saved:
-            counted[names.SAVE_TOKENS] = n_saved * self._worker.geometry.chunk_tokens
-            counted[names.SAVE_BYTES] = n_saved * self.segments.record_bytes
-        self._worker.metrics.add_each(counted)
+    def _finish(self, batch: SaveBatch) -> None:
+        """Release a batch's segments and forget it. All of its chunks are answered, or in other batches."""
         batch.state = SaveState.ENDED
         self._batches.pop(batch, None)
-        for segment in batch.held:
+        for segment in batch.held.values():
             segment.release()
 
     def _fail(self, staged: Sequence[Staged], outcome: SaveOutcome) -> None:
@@ -413,6 +440,13 @@ class RecordWriter:
         self.disk.pause(self._worker.clock(), FULL_PAUSE_S)
         self._log.warning("full", "no room to save, tried again every %.1f s: %s", FULL_PAUSE_S, why)
 
+    def _hangs(self, why: str) -> None:
+        """Note that a file hangs: saving pauses unless others are written."""
+        if self._saved_s < self._worker.clock() - self._worker.timeout_s:
+            self._rest(why)
+        else:
+            self._log.warning("hangs", "saves of a file fail: %s", why)
+
     def _rest(self, why: str) -> None:
         pause_s = self.disk.refused(self._worker.clock())
         self._log.warning("rests", "saving rests for %.0f s: %s", pause_s, why)
@@ -422,6 +456,7 @@ class RecordWriter:
     def give_up(self) -> None:
         """End all chunks that are not answered. Tasks in the pool still return their results."""
         self.ready.clear()
+        self._stored.clear()
         for batch in list(self._batches):
             if batch.io is not None:  # even if it has ended: the loop takes no more results
                 self._abandon(batch)

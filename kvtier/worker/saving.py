@@ -6,30 +6,32 @@ can overwrite them. From then on the chunks are the loop's, in one of these stat
     state       ends when                                                     next state
     GATHERED    the gather is done; chunks that the codec refused are ENDED   COPYING, without a host arena READY
     COPYING     the copies into the host arena are done                       READY
-    READY       there is room in the window, and no other batch opens its set OPENING
+    READY       there is room in the window, and no other batch opens its file OPENING
     OPENING     its chunk is looked up and its segment is open (pool)         WRITING
     WRITING     the ring has written the record, its header page last         FLUSHING, on local disks PUBLISHING
     FLUSHING    the ring has flushed the file                                 PUBLISHING
     PUBLISHING  the index has its record (pool): last, when all is stored (I1) ENDED
     ENDED       the chunk is answered, and its slots are given back
 
-Any state ends with a fault, too: its chunks are ENDED at once. But a batch that is OPENING at its deadline is HUNG
-until its thread comes back, and one that is WRITING or FLUSHING keeps its slots and segments in quarantine until the
-kernel returns them; then its records are erased. Chunks of all requests move together, in batches. From READY to
-PUBLISHING they are with kvtier.worker.record_writer.
+Any state ends with a fault, too: its chunks are ENDED at once. But a batch that is OPENING, WRITING or FLUSHING at its
+deadline is HUNG until its thread comes back or the kernel returns its writes, whose slots and segments stay in
+quarantine and whose records are erased then. Chunks of a file that is slow wait, and fail while it is HUNG; those of
+other files go on. Chunks of all requests move together, in batches; WRITING and FLUSHING ones are of one file. From
+READY to PUBLISHING they are with kvtier.worker.record_writer.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from kvtier.arena.admission import Admissions
 from kvtier.codecs.base import Encoded
 from kvtier.format.geometry import PAGE_BYTES, Extent
+from kvtier.format.record import part_of
 from kvtier.kernels.paged import Move, Patch, SlabRun
 from kvtier.plan import SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.runtime import metrics as names
@@ -167,11 +169,14 @@ class Saver:
     def _stage(self, plan: SavePlan) -> tuple[list[Staged], SaveOutcome]:
         """Take a slot for each chunk up to the first that gets none, for a chunk behind a hole is of no use. Return the
         outcome of the others, too."""
-        now_s, arena = self._worker.clock(), self._worker.arena
+        now_s, arena, rank = self._worker.clock(), self._worker.arena, self._worker.share.rank
         if self.writer.disk.is_resting(now_s):
             return [], SaveOutcome.RESTING
         slots = arena.reserve_some(min(len(plan.chunks), self.bounds.gathered_max - self.n_gathered))
-        staged = [Staged(chunk, plan, arena, slot, now_s) for chunk, slot in zip(plan.chunks, slots, strict=False)]
+        staged = []
+        for chunk, slot in zip(plan.chunks, slots, strict=False):
+            file = chunk.set_id, part_of(chunk.set_id, rank, chunk.slot)
+            staged.append(Staged(chunk, plan, arena, slot, now_s, file))
         self._n_taken += len(staged)
         return staged, SaveOutcome.QUEUE_FULL
 
@@ -359,13 +364,17 @@ class Saver:
         slabs = arena.slabs(slot, PAGE_BYTES, writes.n_heads, self._layout.slab_bytes)
         return SlabRun(slabs, item.chunk.key, writes.first_head, writes.first_layer)
 
-    def give_back(self, staged: Sequence[Staged]) -> None:
-        """Give back the slots that chunks kept when they were answered. Called on any thread."""
+    def give_back(self, staged: Sequence[Staged], then: Callable[[], None]) -> None:
+        """Give back the slots that chunks kept when they were answered, and run `then` on the loop's thread. Called on
+        any thread."""
         _discard(staged)
-        self._loop.post(self._left, sum(item.is_above for item in staged))
+        n_left = sum(item.is_above for item in staged)
+        if not self._loop.post(partial(self._left, then), n_left):  # it has ended
+            self._left(then, n_left)
 
-    def _left(self, n_chunks: Any) -> None:
+    def _left(self, then: Callable[[], None], n_chunks: int) -> None:
         self._n_left += n_chunks
+        then()
 
     def give_up(self) -> None:
         """Hand all chunks to the writer, which ends them."""

@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvtier.index.entry import first_set
+from kvtier.io.ring import WriteOp
 from kvtier.plan import LoadDone, SaveDone, SaveOutcome
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage import segments as segments_module
@@ -233,6 +235,58 @@ def test_a_save_that_hangs_holds_up_no_save_of_another_set(tmp_path: Path, hang:
     assert [by_key[key] for key in engine.keys(SECOND)] == [SaveOutcome.SAVED] * 2
     assert [by_key[key] for key in engine.keys(FIRST)] == [SaveOutcome.FAILED] * 2
     hang.go_on()
+    engine.close()
+
+
+@pytest.mark.parametrize("call", ["open", "write"])
+def test_a_file_that_hangs_holds_up_no_other_file_of_its_set(
+    tmp_path: Path, hang: Hang, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    io = {"threads": 2, "timeout_s": 3 * TIMEOUT_S, "stripes": 2}
+    engine = Engine(tmp_path, changes=changes() | {"io": io})
+    engine.wait_for_set()
+    worker, writer = engine.transfers[0]._worker, engine.transfers[0]._saver.writer
+    first = engine.store._keeper.supplies.common._spares()[0].set_id
+    hang.names = {segments_module.segment_name(first, 0)}
+    if call == "write":
+        submit, returned = worker.io.ring.submit, threading.Event()
+
+        def hang_first(ops: Sequence[WriteOp]) -> object:
+            batch = submit(ops)
+            if hang._name_of(ops[0].fd) not in hang.names:
+                return batch
+            hang.n_hanging += 1
+            return SimpleNamespace(wait=returned.wait, cancel=batch.cancel, results=batch.results)
+
+        monkeypatch.setattr(worker.io.ring, "submit", hang_first)
+    else:
+        hang.of(os, "open")
+    tokens, blocks = list(range(64 * 4)), list(range(16))
+    begin_save(engine, tokens, blocks)
+    keys = engine.keys(tokens)
+    found = saves(engine, 2, 10)
+    assert {done.key: done.outcome for done in found} == dict.fromkeys(keys[1::2], SaveOutcome.SAVED)
+    wait_until(lambda: all(batch.slow_s < time.monotonic() for batch in writer._batches))
+    more = list(range(9000, 9000 + 64 * 4))
+    begin_save(engine, more, range(16, 32))
+    found = saves(engine, 2, 10)
+    assert {done.key: done.outcome for done in found} == dict.fromkeys(engine.keys(more)[1::2], SaveOutcome.SAVED)
+    assert hang.n_hanging == 1, "chunks of the file wait and hang no further thread"
+    failed = saves(engine, 4, 30)
+    assert {done.outcome for done in failed} == {SaveOutcome.FAILED} and len(failed) == 4
+    begin_save(engine, SECOND, OTHERS)
+    by_key = {done.key: done.outcome for done in saves(engine, 2, 10)}
+    assert list(by_key.values()) == [SaveOutcome.FAILED, SaveOutcome.SAVED], "saving does not pause"
+    hang.go_on()
+    if call == "write":
+        returned.set()
+
+    def has_all() -> bool:
+        engine.transfers[0].tidy()
+        return not writer._batches and worker.arena.available == worker.arena.n_slots
+
+    wait_until(has_all)
+    assert engine.load(tokens, range(100, 116)) == (0, []), "what came late was not published"
     engine.close()
 
 
