@@ -29,7 +29,7 @@
 #   two-ttft     two GPUs: 70B's dimensions at TP=2, in one process                      85   450
 #   two-load     two GPUs: under-load at TP=2, half of 70B's layers, SHM=150G               160 a system   580
 #   two-weights  two GPUs: weights of 70B's dimensions, SHM=200G (LAYERS=36 with loaders of shards, 80 without; LOADERS)  480   590
-#   two-engines  two GPUs: two engines on one root, SHM=150G REDIS=FOLDER; of each of SYSTEMS (EACH_S of it: 240)   340   590
+#   two-engines  two GPUs: two engines on one root, SHM=150G REDIS=FOLDER; of each of SYSTEMS (EACH_S of it: 240; WATCH=0: timed)   340   590
 #   versus-tmpfs kvtier raw and k4v4, vLLM's tiering, no tier, ceilings, KvikIO alone  340   560
 #   versus-lmcache  LMCache in its two ways, from tmpfs                                 270   560
 #   versus-disk  k4v4 and vLLM's tiering; LENGTHS=100000 in two calls of 430 and 75     500   560
@@ -286,7 +286,7 @@ stage() {
         ${LOADERS:+--loaders "$LOADERS"} ${WHEELS:+--wheels "$WHEELS"} ;;
     two-engines)
       bench two_engines "${LIMIT_S:-590}" --folder "$MEMORY" --out "$OUT/two_gpus_engines.json" --logs "$WORK/logs" --models "$WORK/models" \
-        --records "$WORK/two-engines" --systems "${SYSTEMS:-kvtier}" --seconds "${EACH_S:-240}" --extra "$EXTRA" \
+        --records "$WORK/two-engines" --systems "${SYSTEMS:-kvtier}" --seconds "${EACH_S:-240}" --watch "${WATCH:-16}" --extra "$EXTRA" \
         ${REDIS:+--redis "$REDIS"} ${EAGER:+--eager} ;;
     *)
       echo "no stage $1"

@@ -61,13 +61,14 @@ def test_figures_of_a_killed_and_a_failed_request(tmp_path: Path) -> None:
     assert lost_items(read_rows(tmp_path / "b.jsonl")) == [3]
     again = [{"asked": 3}, row("b", "x", 9.0, 512, 3, reason="error"), {"blocks": none | {"loaded": [loaded]}}]
     write(tmp_path / "b2.jsonl", again)
-    facts = {"seconds": 4.0, "until_s": 5.0, "killed_s": 2.0, "failed_engines": [], "lost": 1, "away_s": 2.0}
+    facts = {"seconds": 4.0, "until_s": 5.0, "killed_s": 2.0, "failed_engines": [], "lost": 1}
+    facts |= {"watch": 16, "away_s": 2.0}
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     found = figures(tmp_path, 256)
     assert (found["requests"], found["requests_s"], found["answer_tokens_s"]) == (3, 0.5, 1.0)
     assert (found["failed"], found["other_hit_tokens"]) == (1, 512)
     assert found["blocks"] == {"equal": 1, "wrong": 1, "unknown": 0}
-    assert not is_good("kvtier", found)
+    assert not is_good(found)
     assert table_rows({"kvtier": found})[1][0][7:] == ["**1**", "1", "**1**"]
 
 
