@@ -316,13 +316,13 @@ class Saver:
         ]
 
     def _signed(self, staged: Sequence[Staged], result: Any) -> None:
-        if not isinstance(result, list):  # of the task, or the pool refused it
-            self.end(staged, SaveOutcome.FAILED)
-            return
-        for item, tags in zip(staged, result, strict=True):
-            item.tags = tags
-            if item in self.staged:  # else it was given up
-                self.writer.ready.append(item)
+        waiting = [item for item in staged if item in self.staged]  # the others were given up
+        if isinstance(result, list):
+            for item, tags in zip(staged, result, strict=True):
+                item.tags = tags
+            self.writer.ready += waiting
+        else:  # a fault of the task, or the pool refused it
+            self.end(waiting, SaveOutcome.FAILED)
 
     def end(self, staged: Sequence[Staged], outcome: SaveOutcome, *, frees_slots: bool = True) -> bool:
         """Answer chunks. Cache saved ones in their slots, or give the slots back. Return False if there are none."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.errors import IndexUnavailable
+from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import SegmentHeader
 from kvtier.index import entry as entries
@@ -379,6 +379,14 @@ def test_a_fault_of_the_loop_ends_the_chunks_and_keeps_others_from_nothing(
     assert [done[key] for key in engine.keys(TOKENS)[1:]] == 4 * [SaveOutcome.SAVED]
     files = saver._worker.files(engine.store.namespace_id)
     assert not any(segment.users for segment in files._open.values())
+    engine.close()
+
+
+def test_a_chunk_that_was_given_up_while_it_was_signed_is_not_answered_again(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    saver = engine.transfers[0]._saver
+    saver._signed([object()], TierUnavailable("the worker is closed"))  # type: ignore[list-item]
+    assert saver.take_done() == []
     engine.close()
 
 
