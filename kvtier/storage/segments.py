@@ -97,7 +97,15 @@ class SegmentFiles(OpenSegments):
 
         Raises TierUnavailable; its `is_full` tells whether space is what is missing.
         """
-        self.close_unlinked()
+        try:
+            self._create(header)
+        except TierUnavailable as fault:
+            if not fault.is_full:
+                raise
+            self.close_unlinked()  # their space becomes free; not before, because one of them may hang
+            self._create(header)
+
+    def _create(self, header: SegmentHeader) -> None:
         name = segment_name(header.set_id, header.part)
         with _unavailable(self.folder / name), folder_within(self.folder) as folder:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags

@@ -219,12 +219,15 @@ def test_a_save_that_hangs_ends_in_time_and_others_go_on(tmp_path: Path, hang: H
     engine.close()
 
 
-def test_a_save_that_hangs_holds_up_no_save_of_another_set(tmp_path: Path, hang: Hang) -> None:
+@pytest.mark.parametrize("call", ["open", "fstat"])
+def test_a_save_that_hangs_holds_up_no_save_of_another_set(tmp_path: Path, hang: Hang, call: str) -> None:
     engine = Engine(tmp_path, changes=changes())
     engine.wait_for_set()
     first = engine.store._keeper.supplies.common._spares()[0].set_id
+    if call == "fstat":  # the file is open, and is asked for its name
+        engine.save(range(3000, 3064), range(16, 20))
     hang.names = {segments_module.segment_name(first, 0)}
-    hang.of(os, "open")
+    hang.of(os, call)
     begin_save(engine, FIRST, BLOCKS)
     wait_until(lambda: hang.n_hanging)
     engine.store._keeper.supplies.forget({first})
