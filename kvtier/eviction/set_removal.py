@@ -28,6 +28,7 @@ PREFIX = "evicting/"
 AWAY_PREFIX = "away/"  # notes of removed sets some of whose files were missing, as on a brick that is down
 AWAY_S = 600.0  # time in which files that were missing are expected back, and their bytes count, seconds
 _NOTE = struct.Struct("<16sQ")
+_MALFORMED = ValueError, struct.error  # faults of a note that `Removal.read` cannot parse
 
 
 class Removal(NamedTuple):
@@ -43,7 +44,7 @@ class Removal(NamedTuple):
 
     @classmethod
     def read(cls, name: str, value: bytes) -> Removal:
-        """Parse a note. Raises ValueError, struct.error for malformed ones."""
+        """Parse a note. Raises _MALFORMED."""
         namespace, n_bytes = _NOTE.unpack_from(value)
         id_text = name.rpartition("/")[2]
         set_id = int(id_text, 16)
@@ -129,7 +130,7 @@ class Remover:
             for note, value in self._index.notes(prefix, now_s).items():
                 try:
                     is_over = finish(Removal.read(note, value))
-                except (ValueError, struct.error, TierUnavailable) as fault:
+                except (*_MALFORMED, TierUnavailable) as fault:
                     self._log.warning("stays", "a removal that was begun cannot be completed now: %s", fault)
                     continue
                 if is_over:
@@ -161,7 +162,7 @@ class Remover:
         had before; their removals are left out."""
         known, found = {info.set_id for info in sets}, list[Removal]()
         for note, value in (self._index.notes(PREFIX, now_s) | self._index.notes(AWAY_PREFIX, now_s)).items():
-            with suppress(ValueError, struct.error):
+            with suppress(*_MALFORMED):
                 removal = Removal.read(note, value)
                 if removal.set_id not in known:
                     found.append(removal)

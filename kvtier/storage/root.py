@@ -431,10 +431,9 @@ def _config_error(path: Path, error: OSError, needed_bytes: int) -> ConfigError:
     if error.errno in FULL:
         return _full(path, needed_bytes)
     if isinstance(error, NotADirectoryError):
-        what = (
-            "a link, and none is followed within a root" if os.path.islink(error.filename) else "a file, not a folder"
-        )
-        fix = f"{error.filename} is {what}; choose another root"
+        place = error.filename if os.path.lexists(error.filename) else nearest(Path(error.filename))
+        what = "a link, and none is followed within a root" if os.path.islink(place) else "a file, not a folder"
+        fix = f"{place} is {what}; choose another root"
     elif error.errno in NOT_ANSWERING:
         fix = (
             f"its storage does not answer: {error.strerror} ({error.filename}); mend the file system "

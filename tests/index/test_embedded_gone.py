@@ -56,6 +56,19 @@ def test_a_lookup_never_waits_for_what_the_folder_lies_in(tmp_path: Path) -> Non
     index.close()
 
 
+def test_another_thread_may_close_it_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = open_index(tmp_path / "index")
+    opened = index._shared._opened
+    found = iter([opened])
+    monkeypatch.setattr(
+        environment.SharedEnvironment, "_opened", property(lambda self: next(found, None)), raising=False
+    )
+    with pytest.raises(IndexUnavailable, match="closed"):
+        index.resolve([key(1)])
+    monkeypatch.undo()
+    index.close()
+
+
 def use_again(folder: Path, asks: Path, answers: Path) -> None:
     """Has it open before `asks` is there, and looks again afterwards."""
     index = open_index(folder)

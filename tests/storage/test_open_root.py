@@ -88,12 +88,12 @@ def test_index_in_memory_has_no_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("file", "root", "named"),
-    [("kv", "kv", "kv"), ("kv", "kv/deeper/still", "kv/deeper/still"), ("v2", "", "v2")],
+    [("kv", "kv", "kv"), ("kv", "kv/deeper/still", "kv"), ("v2", "", "v2")],
 )
 def test_a_file_in_place_of_a_folder(tmp_path: Path, file: str, root: str, named: str) -> None:
     (tmp_path / file).write_text("")
     error = refusal(settings_for(tmp_path / root))
-    assert error.key == "root" and f"{tmp_path / named} is a file" in error.fix
+    assert error.key == "root" and error.fix.startswith(f"{tmp_path / named} is a file")
 
 
 def test_not_writable_for_this_user() -> None:

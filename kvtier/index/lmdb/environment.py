@@ -201,7 +201,7 @@ class SharedEnvironment:
     def open(self) -> None:
         """Open the files, so that faults show at the start. Raises ConfigError, IndexUnavailable."""
         try:
-            if self._opened is None or self._opened.identity != self._identity():
+            if self._valid() is None:
                 self._open_again(time.monotonic() + self._timeout_s)
         except _WRONG_PATH as error:
             raise ConfigError("index.path", self.path, f"{error.strerror}: {self._path_fix()}") from None
@@ -231,7 +231,7 @@ class SharedEnvironment:
         """
         deadline, opened = time.monotonic() + self._timeout_s, None
         try:
-            if self._opened is None or self._opened.identity != self._identity():
+            if self._valid() is None:
                 self._open_again(deadline, at_once)
             with held(self._reading, deadline):
                 opened = self._opened
@@ -328,15 +328,21 @@ class SharedEnvironment:
     def _current(self, deadline: float) -> OpenEnvironment:
         """Return the open environment, reopened if the path has other files. The caller holds `writing`: the lock file
         is reopened too, which releases this process's lock on it."""
-        if self._opened is None or self._opened.identity != self._identity():
+        opened = self._valid()
+        if opened is None:
             with held(self._reading, deadline):
                 self.close()
             if not self.users:
                 raise IndexUnavailable(f"index {self.path}: closed")
             self._make_folder()  # may take long, so outside of `reading`
             with held(self._reading, deadline):
-                self._opened = self._open(deadline)
-        return self._opened
+                opened = self._opened = self._open(deadline)
+        return opened
+
+    def _valid(self) -> OpenEnvironment | None:
+        """Return the open environment; None if the path has other files."""
+        opened = self._opened  # read once: another thread may close it
+        return opened if opened is not None and opened.identity == self._identity() else None
 
     def _identity(self) -> Identity | None:
         """Return the identity of the files that all users must share, locks included. None: one is missing."""
