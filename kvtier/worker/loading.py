@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.arena.admission import Admissions
 from kvtier.errors import Corrupt
@@ -31,9 +31,12 @@ from kvtier.runtime import metrics as names
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import Mark
-from kvtier.worker.loop import LoopPart, TaskPool, TransferLoop
+from kvtier.worker.loop import TaskPool, TransferLoop
 from kvtier.worker.read_plan import Source, slabs_bytes
 from kvtier.worker.record_reader import FetchFailed, FileReads, HeldSegments, RecordReader
+
+if TYPE_CHECKING:
+    from kvtier.worker.loads import Loader
 
 OPENED_TOGETHER = 8  # chunks of a load whose segments one task of the pool opens, or that are copied behind one mark
 _batch_of = attrgetter("reads.batch")
@@ -139,22 +142,6 @@ class Fetch:
         return any(part.load is load for part in self.wanted_by)
 
 
-class LoaderCallbacks(LoopPart, Protocol):
-    """Methods of the Loader that the ChunkLoader calls."""
-
-    def failed(self, fetch: Fetch, failure: Exception) -> None:
-        """Report that the chunk cannot be loaded, and give its slot back."""
-        ...
-
-    def waits_for_storage(self) -> bool:
-        """Return True if storage, and not the loop, limits the loads: the loop has time for other work."""
-        ...
-
-    def begin_again(self, fetch: Fetch) -> None:
-        """Give the fetch up. The loads that want its chunk begin it again."""
-        ...
-
-
 class ChunkLoader:
     """Steps of the chunks of a worker. Not thread-safe: called on the loop's thread.
 
@@ -162,7 +149,7 @@ class ChunkLoader:
     """
 
     def __init__(
-        self, worker: WorkerContext, admit: Admissions, loader: LoaderCallbacks, loop: TransferLoop, pool: TaskPool
+        self, worker: WorkerContext, admit: Admissions, loader: Loader, loop: TransferLoop, pool: TaskPool
     ) -> None:
         self.reader = RecordReader(worker)
         self.in_state: dict[State, dict[Fetch, None]] = {state: {} for state in TURN_STATES}

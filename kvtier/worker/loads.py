@@ -334,6 +334,7 @@ class Loader:
     # --- what the chunks need of the loop ---
 
     def failed(self, fetch: Fetch, failure: Exception) -> None:
+        """End a chunk that cannot be loaded, and give its slot back."""
         parts, fetch.wanted_by = fetch.wanted_by, []
         self._forget(fetch)
         self._chunks.abandon(fetch)
@@ -345,12 +346,14 @@ class Loader:
                 part.load.wait_again(part.number)
 
     def begin_again(self, fetch: Fetch) -> None:
+        """Give the fetch up. The loads that want its chunk begin it again."""
         parts, fetch.wanted_by = fetch.wanted_by, []
         self._drop(fetch)
         for part in parts:
             part.load.wait_again(part.number)
 
     def waits_for_storage(self) -> bool:
+        """Return True if storage, and not the loop, limits the loads: the loop has time for other work."""
         if not any(load.waiting for load in self.work):
             return True
         return len(self._chunks.in_state[State.READING]) >= self._window // 2

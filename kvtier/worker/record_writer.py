@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import Corrupt, IndexUnavailable, KVTierError, TierUnavailable
 from kvtier.format.record import RecordHeader, slot_start
@@ -28,6 +28,9 @@ from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import Mark
 from kvtier.worker.loop import TaskPool, Then, Turn
 from kvtier.worker.own_segments import OwnSegments
+
+if TYPE_CHECKING:
+    from kvtier.worker.saving import Saver
 
 OPEN_GRACE_S = 0.25  # a batch that is OPENING so long after its deadline is given up, seconds
 SLOW_SHARE = 0.25  # share of the time-out after which chunks of other files do not wait for a file that may hang
@@ -103,21 +106,6 @@ class SaveBatch:
 Opened = OpenSegment | SaveOutcome | Exception  # of one chunk
 
 
-class Ends(Protocol):
-    """Services of the saver that the writer calls. staged: all chunks that are not answered yet."""
-
-    staged: dict[Staged, None]
-
-    def end(self, staged: Sequence[Staged], outcome: SaveOutcome, *, frees_slots: bool = True) -> bool:
-        """Answer chunks and give their slots back. Return False if there are none."""
-        ...
-
-    def give_back(self, staged: Sequence[Staged], then: Callable[[], None]) -> None:
-        """Give back the slots that chunks kept when they were answered, and run `then` on the loop's thread. Called on
-        any thread."""
-        ...
-
-
 class RecordWriter:
     """Writer of the records of a rank: part of the loop (kvtier.worker.loop.LoopPart). Called on the loop's thread,
     unless a method says otherwise.
@@ -128,7 +116,7 @@ class RecordWriter:
         pool: runs tasks that may wait for storage or the index.
     """
 
-    def __init__(self, worker: WorkerContext, pool: TaskPool, saver: Ends) -> None:
+    def __init__(self, worker: WorkerContext, pool: TaskPool, saver: Saver) -> None:
         self.work = saver.staged
         self.marks: list[tuple[Mark, Then, Any]] = []
         self.due_s = math.inf
