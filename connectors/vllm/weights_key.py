@@ -23,8 +23,13 @@ EXPERTS = ("enable_expert_parallel", "enable_eplb", "eplb_config", "expert_place
 MAP_ELEMENTS_MAX = 1 << 16  # longest map of experts, elements
 
 
-def key_of(model: torch.nn.Module, model_config: Any, files: Sequence[Path]) -> str:
-    """Return the name of the plan that loads `files` into `model` on this rank. Raises Corrupt, OSError."""
+def key_of(
+    model: torch.nn.Module, tensors: Sequence[tuple[str, torch.Tensor]], model_config: Any, files: Sequence[Path]
+) -> str:
+    """Return the name of the plan that loads `files` into `model` on this rank. Raises Corrupt, OSError.
+
+    tensors: all parameters and buffers of the model, by name.
+    """
     config = get_current_vllm_config()
     source = Path(inspect.getfile(type(model)))
     facts = {
@@ -37,9 +42,9 @@ def key_of(model: torch.nn.Module, model_config: Any, files: Sequence[Path]) -> 
         "lora": repr(config.lora_config),
         "environment": sorted((name, repr(value)) for name, value in vllm.envs.compile_factors().items()),
         # vLLM builds a model that is set to take no images without its vision tower.
-        "parameters": [name for name, _ in model.named_parameters()],
+        "tensors": [name for name, _ in tensors],
         "ranks": [_rank_in(name) for name in GROUPS],
-        "maps": _maps(model),
+        "maps": _maps(tensors),
         "files": [[path.name, *_header_hash(path)] for path in files],
     }
     return plan_key(facts)
@@ -50,12 +55,15 @@ def _rank_in(name: str) -> list[int]:
     return [] if group is None else [group.rank_in_group, group.world_size]
 
 
-def _maps(model: torch.nn.Module) -> list[list[str]]:
+def _maps(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:
     """Return the content of short buffers of whole numbers, as maps of experts: loaders ask them what to take."""
     return [
         [name, blake3(buffer.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()]
-        for name, buffer in model.named_buffers()
-        if buffer.dtype in (torch.int32, torch.int64) and 0 < buffer.numel() <= MAP_ELEMENTS_MAX and buffer.dim()
+        for name, buffer in tensors
+        if buffer.dtype in (torch.int32, torch.int64)
+        and not isinstance(buffer, torch.nn.Parameter)
+        and 0 < buffer.numel() <= MAP_ELEMENTS_MAX
+        and buffer.dim()
     ]
 
 

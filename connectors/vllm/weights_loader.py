@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -22,7 +23,7 @@ from tqdm.auto import tqdm
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
-from vllm.model_executor.model_loader.weight_utils import _natural_sort_key, enable_tqdm
+from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
 from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.vllm.platform import join_log
@@ -45,6 +46,9 @@ EXTRA = "model_loader_extra_config"
 OF_VLLM = ("enable_weights_track",)  # keys of vLLM's default loader that mean something here
 TRACED = "traced"  # origin of a plan
 READ_AS_TENSORS = ("bitsandbytes", "gguf", "torchao")  # quantizations whose loaders need values
+
+
+Named = Sequence[tuple[str, torch.Tensor]]  # tensors of a model with their names
 
 
 class PlannedLoad(NamedTuple):
@@ -169,7 +173,7 @@ class KvtierModelLoader(DefaultModelLoader):
             return None
         stack.enter_context(unchanged(files))
         expected = of_files(files)
-        if use_cache and self._cache is not None and self._find_key(model, model_config, files):
+        if use_cache and self._cache is not None and self._find_key(model, tensors, model_config, files):
             stored = self._cache.get(self._key, files)
             targets = None if stored is None else _targets_of(stored, tensors)
             if stored is not None and targets is not None:
@@ -185,10 +189,10 @@ class KvtierModelLoader(DefaultModelLoader):
         return PlannedLoad(plan, trace.tensors, expected, TRACED)
 
     @contains_faults("naming the plan of the load", default=False)
-    def _find_key(self, model: torch.nn.Module, model_config: Any, files: list[Path]) -> bool:
+    def _find_key(self, model: torch.nn.Module, tensors: Named, model_config: Any, files: list[Path]) -> bool:
         """Set the name under which the plan is stored. Without one it is not."""
         with suppress(Corrupt):  # the header is read again by the load, whose error names the file
-            self._key = key_of(model, model_config, files)
+            self._key = key_of(model, tensors, model_config, files)
         return bool(self._key)
 
     def _collect(self, model: torch.nn.Module, model_config: Any) -> list[Path]:
@@ -247,7 +251,7 @@ class KvtierModelLoader(DefaultModelLoader):
             source.fall_back_to_pt,
             source.allow_patterns_overrides,
         )[:3]
-        files = [Path(os.path.abspath(name)) for name in sorted(names, key=_natural_sort_key)]
+        files = sorted((Path(os.path.abspath(name)) for name in names), key=_natural_order)
         if self._files is not None:
             self.why = self.why or ("" if is_safetensors else "the checkpoint's files are not safetensors")
             self._files += files
@@ -256,6 +260,11 @@ class KvtierModelLoader(DefaultModelLoader):
         for file in files:
             for name, tensor in self._trace.checkpoint(file):
                 yield source.prefix + name, tensor
+
+
+def _natural_order(file: Path) -> list[int | str]:
+    """Return the key by which vLLM orders files: of two tensors of one name, the later one counts."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", file.name)]
 
 
 def everything(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -274,7 +283,7 @@ def _plan_cache(value: object) -> PlanCache | None:
     raise ConfigError(EXTRA, {"plan_cache": value}, "plan_cache is an absolute path, or false for none")
 
 
-def reason_for_tensors(model: torch.nn.Module, tensors: Sequence[tuple[str, torch.Tensor]], model_config: Any) -> str:
+def reason_for_tensors(model: torch.nn.Module, tensors: Named, model_config: Any) -> str:
     """Return why this model needs the checkpoint's real tensors; "" if it does not."""
     quantization = str(model_config.quantization)
     if quantization in READ_AS_TENSORS:
@@ -295,11 +304,11 @@ def _verified(n_listed: int, n_files: int) -> str:
     return f"{n_listed} of {n_files} files verified" if n_listed else "no checksums to verify"
 
 
-def _targets_of(plan: WeightPlan, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor] | None:
+def _targets_of(plan: WeightPlan, tensors: Named) -> list[torch.Tensor] | None:
     """Return the targets of a stored plan, if it has all of the model's tensors, laid out as they are."""
     try:
         targets = plan.bind(tensors)
-        if missing := set(distinct(tensors)[0]) - {target.name for target in plan.targets}:
+        if missing := {name for name, _ in distinct(tensors)} - {target.name for target in plan.targets}:
             raise PlanMismatch(f"it does not load {min(missing)}")
     except PlanMismatch as fault:
         log.warning("the stored plan is not used: %s", fault)

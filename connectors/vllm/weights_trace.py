@@ -93,7 +93,9 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             path: {name: self._make_lazy(file, entry) for name, entry in header.tensors.items()}
             for file, (path, header) in enumerate(headers.items())
         }
-        self._names, self._targets = distinct(tensors)
+        owners = distinct(tensors)
+        self._names = [name for name, _ in owners]
+        self._targets = [_Written(t.data, t.untyped_storage(), first_byte(t)) for _, t in owners]
         self._numbers = {target.storage._cdata: number for number, target in enumerate(self._targets)}
         self._plan_fills: list[Fill] = []
         self._materialized_bytes, self._is_replayable = 0, True
@@ -278,18 +280,16 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
-def distinct(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], list[_Written]]:
+def distinct(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
     """Return one tensor for each storage, with its name: the longest, and of equal ones the first by name."""
     chosen: dict[int, tuple[int, str, torch.Tensor]] = {}
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
         if tensor.is_meta:
             raise TraceRefused(f"parameter {name} has no memory yet")
-        place = tensor.untyped_storage()._cdata
-        if place not in chosen or extent(tensor) > chosen[place][0]:
-            chosen[place] = (extent(tensor), name, tensor)
-    found = sorted((name, tensor) for _, name, tensor in chosen.values())
-    names = [name for name, _ in found]
-    return names, [_Written(t.data, t.untyped_storage(), first_byte(t)) for _, t in found]
+        place, n_bytes = tensor.untyped_storage()._cdata, extent(tensor)
+        if place not in chosen or n_bytes > chosen[place][0]:
+            chosen[place] = (n_bytes, name, tensor)
+    return sorted((name, tensor) for _, name, tensor in chosen.values())
 
 
 def _aimed(copy: Copy) -> Copy:
