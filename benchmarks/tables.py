@@ -337,8 +337,9 @@ def equality() -> Lines:
         way = f"stored at TP={found['stored_at']}, loaded at TP={found['loaded_at']}"
         cells.append(["small", result["versions"]["vllm"], way, *equality_of.row_of(found)])
     return [
-        f"**Equality** (`run_h200.sh equality`, `two-equal`, {source(read('gpu/equality_small'))}; CUDA graphs on, "
-        "random weights; a case answers as after a hit in vLLM's own cache):",
+        f"**Equality** (`run_h200.sh equality`, `two-equal`, {source(read('gpu/equality_small'))}; 0.32.0: "
+        f"{source(read('gpu/equality_small_032'))}; CUDA graphs on, random weights; a case answers as after a hit in "
+        "vLLM's own cache):",
         *rows(["model", "vLLM", *equality_of.COLUMNS], cells),
     ]
 
