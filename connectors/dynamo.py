@@ -42,7 +42,7 @@ def wants_events(vllm_config: Any) -> bool:
         return False
     lacking = [name for name in NEEDED_FIELDS if name not in BlockStored.__struct_fields__]
     if lacking:
-        log.warning("no KV events of the tier: those of this vLLM have no %s; 0.27.1 and later do", lacking[0])
+        log.warning("the tier sends no KV events, because this vLLM's have no %s; use 0.27.1 or later", lacking[0])
     return not lacking
 
 

@@ -52,7 +52,7 @@ def the_role(request: Request, _: Annotated[object, Security(BEARER)]) -> Role:
 
 def an_admin(role: Annotated[Role, Depends(the_role)]) -> None:
     if role < Role.ADMIN:
-        raise Refused(403, "this token may only look; it takes the admin's to change something")
+        raise Refused(403, "this token may only read; send the admin's to change something")
 
 
 TheService = Annotated[Service, Depends(the_service)]

@@ -199,4 +199,4 @@ class TimeLimit:
         self._late.discard(work)
         fault = None if work.cancelled() else work.exception()
         if fault is not None:  # its client is gone, so the server does not log it
-            log.error("a request that had been given up failed", exc_info=fault)
+            log.error("a request failed after its time limit", exc_info=fault)

@@ -55,7 +55,7 @@ class Rotated(Generic[T]):
         try:
             self._value = self._read()
         except ConfigError as fault:
-            log.warning("the %s read before stay in use: %s", self._what, fault)
+            log.warning("the new %s cannot be read, and the old ones stay in use: %s", self._what, fault)
         else:
             log.info("the %s were read again from %s", self._what, ", ".join(map(str, self._files)))
 

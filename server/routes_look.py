@@ -83,7 +83,7 @@ def worker(service: TheService, owner: Annotated[str, Path(min_length=1, max_len
     """Return one engine, by the name that it reports as `owner`."""
     found = next((seen for seen in service.snapshot().workers if seen.report.owner == owner), None)
     if found is None:
-        raise Refused(404, "no engine of that name gives signs of life")
+        raise Refused(404, "no running engine has that name")
     return found
 
 

@@ -122,7 +122,7 @@ class Service:
         try:
             seen = self.snapshot()
         except (KVTierError, OSError) as fault:
-            log.debug("no point for the history: %s", fault)
+            log.debug("the history gets no sample: %s", fault)
             return
         point = HistoryPoint(
             at_s=seen.at_s,

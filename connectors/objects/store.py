@@ -244,7 +244,7 @@ class ObjectTier:
                     self._size_class(slab_bytes)
                     return
                 except ConfigError as fault:  # objects to be stored may have other sizes
-                    log.warning("objects stored already are not used: %s", fault)
+                    log.warning("objects stored by earlier processes are not used: %s", fault)
 
     def _open_size_class(self, slab_bytes: int) -> SizeClass:
         if len(self._size_classes) == SIZE_CLASSES_MAX:
@@ -273,7 +273,9 @@ class ObjectTier:
         except IndexUnavailable as fault:
             self._metrics.add(INDEX_ERRORS)
             if not isinstance(fault, IndexResting):
-                self._log.warning("lookup", "objects are not looked up: %s", fault)
+                self._log.warning(
+                    "lookup", "the index does not answer; objects count as missing until it does: %s", fault
+                )
             return None
 
     def _drop(self, keys: Sequence[bytes], found: Sequence[bytes | None]) -> list[bool]:

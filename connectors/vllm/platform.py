@@ -67,7 +67,7 @@ def device_name() -> str:
     try:
         return str(current_platform.get_device_name())
     except (AttributeError, NotImplementedError, RuntimeError) as fault:
-        log.info("the device has no name here (%s)", fault)
+        log.info("cannot read the name of vLLM's device: %s", fault)
         return type(current_platform).__name__
 
 

@@ -185,8 +185,8 @@ class SchedulerHalf:
         in_use = any(request.num_computed_tokens > 0 for request in self._requests.values())
         in_use |= self._given.are_held()
         log.info(
-            "vLLM reset its caches and this one, as for other weights: until the engine is started again it does not "
-            "find what was stored before, and shares nothing"
+            "vLLM reset its caches and kvtier's, as after a change of weights: until this engine is started again it "
+            "loads no KV stored before, and shares none with other engines"
         )
         return self._bridge.reset(in_use)
 
@@ -195,8 +195,8 @@ class SchedulerHalf:
         `reset`."""
         if self._bridge.weights_changed():
             log.warning(
-                "weights changed in place: until the engine is started again it does not find what was stored before, "
-                "and shares nothing; call reset_prefix_cache(reset_connector=True), or vLLM reuses old KV"
+                "weights changed in place: until this engine is started again it loads no KV stored before, and shares "
+                "none with other engines; call reset_prefix_cache(reset_connector=True), or vLLM reuses old KV"
             )
 
     def close(self) -> None:

@@ -311,7 +311,7 @@ def _targets_of(plan: WeightPlan, tensors: Named) -> list[torch.Tensor] | None:
         if missing := {name for name, _ in distinct(tensors)} - {target.name for target in plan.targets}:
             raise PlanMismatch(f"it does not load {min(missing)}")
     except PlanMismatch as fault:
-        log.warning("the stored plan is not used: %s", fault)
+        log.warning("the stored plan of this load is not used, and is recorded anew: %s", fault)
         return None
     return targets
 

@@ -228,5 +228,7 @@ class Forwards:
     def _failed(self, fault: BaseException | None) -> None:
         if not self.has_failed:
             why = "it did not end" if fault is None else repr(fault)[:200]
-            log.error("a forward failed (%s): the content of vLLM's blocks is unknown, and nothing more is saved", why)
+            log.error(
+                "a forward failed (%s): vLLM's blocks may be wrong, so no more KV is saved; restart the engine", why
+            )
         self.has_failed = True

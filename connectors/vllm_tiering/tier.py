@@ -187,7 +187,9 @@ class KVTierSecondaryTier(SecondaryTierManager):
         for jobs in (self._saves, self._loads):
             while not jobs.drain(self._drain_s):
                 self._is_hurried = True
-                log.warning("vLLM resets its cache and waits for kvtier's tasks")
+                log.warning(
+                    "vLLM's reset of its cache waits for loads and saves that run for more than %.0f s", self._drain_s
+                )
         self._is_hurried = False
         self._epoch = uuid.uuid4().bytes
         self._of_before |= self._running

@@ -79,7 +79,7 @@ class Trial:
             view = buffer.view[start : min(start + PLAIN_BYTES, RECORD_BYTES)]
             try:
                 if call(self._fd, [view], offset) != len(view):
-                    raise OSError(errno.EIO, "fewer bytes than asked for")
+                    raise OSError(errno.EIO, "the call moved fewer bytes than asked for")
             except OSError as fault:
                 faults.append(fault)
 

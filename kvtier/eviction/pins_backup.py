@@ -72,7 +72,7 @@ def _undo(path: Path, before: bytes | None) -> None:
         else:
             replace_small(path, before)
     except OSError as error:
-        log.warning("%s was written, but not the index, and it cannot be taken back: %s", path, error)
+        log.warning("%s was changed, but the index was not, and the change cannot be undone: %s", path, error)
 
 
 def drop(index: Index, folder: Path, name: str) -> bool:
@@ -119,7 +119,7 @@ def _read_all(folder: Path) -> Iterator[tuple[Path, _Kept]]:
                 try:
                     kept = _parse(read_small(Path(name), opened))
                 except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as fault:
-                    log.warning("%s is no pin or quota and is passed over: %s", place / name, fault)
+                    log.warning("%s is no valid pin or quota and is ignored: %s", place / name, fault)
                     continue
                 yield place / name, kept
     except FileNotFoundError:

@@ -131,7 +131,11 @@ class Remover:
                 try:
                     is_over = finish(Removal.read(note, value))
                 except (*_MALFORMED, TierUnavailable) as fault:
-                    self._log.warning("stays", "a removal that was begun cannot be completed now: %s", fault)
+                    self._log.warning(
+                        "stays",
+                        "the removal of a segment set is not complete; the next eviction goes on with it: %s",
+                        fault,
+                    )
                     continue
                 if is_over:
                     self._index.drop_note(note)

@@ -117,7 +117,7 @@ class GuardedIndex:
         if self._breaker.failed(began_s, now):
             self.metrics.add(names.INDEX_PAUSES)
             left_s = self._breaker.left_s(now)
-            self._log.warning("pause", "no calls of the index for %.1f s: %s", left_s, fault)
+            self._log.warning("pause", "no calls of the index for %.1f s after failures: %s", left_s, fault)
 
     # --- publishing ---
 
@@ -201,7 +201,7 @@ class GuardedIndex:
             while self._clock() < deadline_s and self._send_some():
                 pass
         except IndexUnavailable as fault:
-            log.warning("%d records were not published; a rebuild finds them: %s", self.n_waiting, fault)
+            log.warning("%d records were not published; `kvtier index rebuild` adds them: %s", self.n_waiting, fault)
         self._index.close()
 
 

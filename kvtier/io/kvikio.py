@@ -298,5 +298,5 @@ def _complete(piece: _Flying) -> None:
 def _errno_of(fault: BaseException) -> int:
     if isinstance(fault, OSError):
         return fault.errno or errno.EIO
-    log.warning("KvikIO: %s", " ".join(str(fault).split()))
+    log.warning("a read through KvikIO failed: %s", " ".join(str(fault).split()))
     return errno.ENODATA if "EOF" in str(fault) else errno.EIO

@@ -265,7 +265,7 @@ class ReadBack:
             if (record.set_id, record.slot, record.namespace) != (header.set_id, slot, header.namespace):
                 log.warning("%s slot %d holds another slot's record", name, slot)
             elif (record.extent, record.slab_bytes) != (header.extent, header.slab_bytes):
-                log.warning("%s slot %d holds a record of another cut than its segment", name, slot)
+                log.warning("%s slot %d holds a record of other layers, heads or sizes than its segment", name, slot)
             else:
                 yield slot, record
 

@@ -218,7 +218,7 @@ class _Verifier:
                 self._bad.append(Finding(*place, slot, "holds the record of another place"))
                 continue
             if (header.extent, header.slab_bytes) != (segment.extent, segment.slab_bytes):
-                self._bad.append(Finding(*place, slot, "is of another cut than its segment"))
+                self._bad.append(Finding(*place, slot, "has other layers, heads or sizes than its segment"))
                 continue
             said = (header.key, header.extent, header.checksums)
             if wanted is not None and said != (wanted[0], wanted[1].extent, wanted[1].checksums):

@@ -309,7 +309,9 @@ class Housekeeper:
         faults: dict[int, KVTierError] = {}
         taken = self._read_back.read_set(files, info.set_id, sorted(sizes), faults, returned=returned)
         if taken:
-            log.info("segment set %016x: %d records of a file that had been away are taken in", info.set_id, taken)
+            log.info(
+                "segment set %016x: %d records of a file that had been away were added to the index", info.set_id, taken
+            )
         self._looked_at.update((info.set_id, part) for part in returned - faults.keys())
 
     def _measured(self, info: SetInfo, members: list[tuple[bytes, Location]]) -> int:
@@ -337,7 +339,7 @@ class Housekeeper:
             try:
                 files.trim(info.set_id, part, used.get(part, 0))
             except (Corrupt, TierUnavailable) as fault:
-                log.warning("cannot trim: %s", fault)
+                log.warning("segment set %016x: a file is not trimmed: %s", info.set_id, fault)
         files.close()
 
     def _settle_orphans(self, files: SegmentFiles, known: dict[int, SetInfo]) -> None:
@@ -350,10 +352,10 @@ class Housekeeper:
             faults: dict[int, KVTierError] = {}
             taken = self._read_back.read_set(files, set_id, parts, faults)
             if taken:
-                log.info("segment set %016x was in no index: %d records are taken in", set_id, taken)
+                log.info("segment set %016x was in no index: %d records were added", set_id, taken)
             for part, fault in faults.items():
                 if not isinstance(fault, Corrupt):
-                    log.warning("a segment in no index stays, with its set: %s", fault)
+                    log.warning("a segment that is not in the index cannot be read, and is kept: %s", fault)
                     continue
                 log.info("removing a file that is no segment: %s", fault)
                 try:

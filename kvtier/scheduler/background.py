@@ -202,7 +202,9 @@ class Keeper:
                 self.metrics.add(names.INDEX_ERRORS)
                 name = duty.__name__.strip("_").replace("_", " ")
                 if not isinstance(fault, IndexResting):  # a Redis that is full refuses a duty in every tick
-                    self._due.log.warning(f"{name} {type(fault).__name__}", "%s is put off: %s", name, fault)
+                    self._due.log.warning(
+                        f"{name} {type(fault).__name__}", "the task '%s' failed and is tried again: %s", name, fault
+                    )
         self._has_ticked.set()
 
     @property
@@ -247,7 +249,7 @@ class Keeper:
             self._index.drop_note(NOTE_PREFIX + self._plan.owner)
             self._plan.with_beat(self._housekeeper.clock())
         except (KVTierError, OSError) as fault:
-            log.warning("leaving without a word to the index: %s", fault)
+            log.warning("the index was not told that this engine ends, so its lease is left to expire: %s", fault)
 
     def _beat(self, now: float) -> None:
         if now >= self._due.beat_s:
@@ -279,7 +281,9 @@ class Keeper:
             self._index.rebuilt(loss)
             self._leave_lost_sets()
             for fault in rebuilt.unreadable:
-                log.warning("not read back into the index: %s", fault)
+                log.warning(
+                    "a segment could not be read for the rebuild of the index, so its records are misses: %s", fault
+                )
             if rebuilt.segments:
                 log.info("the index was empty: %d records of %d segments read", rebuilt.records, rebuilt.segments)
 
@@ -373,7 +377,7 @@ class Keeper:
             pause_s, full = side.room.refused(now), self._plan.capacity_bytes
             why = self._evictor.why_no_room(need, capacity_bytes, full)
             self._due.log.warning(
-                f"no room {side.tenant}", "no room for another segment set: %s; saving rests for %.0f s", why, pause_s
+                f"no room {side.tenant}", "no room for another segment set: %s; saving pauses for %.0f s", why, pause_s
             )
             return False
         side.room.worked()

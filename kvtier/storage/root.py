@@ -169,7 +169,7 @@ def find_root(path: Path) -> Root:
             )
         owner = read_owner(folder)
     except OSError as error:
-        raise ConfigError("root", str(path), f"cannot be read: {error}; may this user read it?") from None
+        raise ConfigError("root", str(path), f"cannot be read: {error}; make it readable for this user") from None
     return Root(path.absolute(), folder, owner.index_path if owner else None, owner.root_id if owner else "")
 
 
@@ -270,7 +270,9 @@ def read_namespace(folder: Path) -> Namespace:
         if namespace.id.hex() != folder.name:
             raise Corrupt(f"it describes namespace {namespace.id.hex()}")
     except OSError as error:
-        raise ConfigError("root", str(path), f"cannot be read: {error.strerror}; may this user read it?") from None
+        raise ConfigError(
+            "root", str(path), f"cannot be read: {error.strerror}; make it readable for this user"
+        ) from None
     except (Corrupt, UnicodeDecodeError) as fault:
         fix = (
             f"contradicts the name of its folder ({fault}), so the model of its KV is unknown; stop all engines "

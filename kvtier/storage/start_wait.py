@@ -28,10 +28,7 @@ def in_time(root: Path, what: str, work: Callable[[], T]) -> T:
     result = begin("start", work)
     mount = mounted_at(os.path.abspath(root))
     if not wait([result], SAID_AFTER_S).done:
-        text = (
-            "the start waits for the storage of root %s (%s) since %.0f s: %s; it ends after %.0f s if that does not "
-            "change"
-        )
+        text = "the start waits for the storage of root %s (%s) for %.0f s already: %s; it fails after %.0f s"
         log.warning(text, root, mount, SAID_AFTER_S, what, TIMEOUT_S)
     if not wait([result], max(0.0, TIMEOUT_S - SAID_AFTER_S)).done:
         fix = (

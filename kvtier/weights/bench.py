@@ -124,7 +124,7 @@ def _plain(files: Sequence[Path]) -> float:
         buffer = buffers.get()
         try:
             if os.preadv(descriptor, [buffer], offset) < needed:
-                raise OSError(errno.EIO, "fewer bytes than asked for")
+                raise OSError(errno.EIO, "the read returned fewer bytes than asked for")
         except OSError as fault:
             faults.append(fault)
         buffers.put(buffer)

@@ -82,14 +82,19 @@ def open_io(
     measured = _measure(settings, root, ask, arena)
     usual = default_choice(ask, cache_share(ask))
     if measured is None:
-        log.info("%s: %s, as it comes (io.calibrate is off)", root.path, usual)
+        log.info("I/O under %s: the default, %s, because io.calibrate is off", root.path, usual)
         return MountIo(_open(settings, usual, ask), None)
     try:
         return MountIo(_open(settings, measured.choice, ask), _cost(measured))
     except ConfigError as fault:
         if settings.io.engine != "auto" or measured.choice == usual:
             raise
-        log.warning("%s: %s, instead of what was measured: %s", root.path, usual, fault.fix)
+        log.warning(
+            "I/O under %s: the default, %s, because the measured choice cannot be opened: %s",
+            root.path,
+            usual,
+            fault.fix,
+        )
         return MountIo(_open(settings, usual, ask), None)
 
 

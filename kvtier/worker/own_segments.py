@@ -190,6 +190,8 @@ class OwnSegments:
             for part in parts_of(set_id, self._worker.share.rank):
                 files.unlink(set_id, part)
         except TierUnavailable as fault:
-            self._log.warning("stays", "a segment in no index stays, for a sweep to find: %s", fault)
+            self._log.warning(
+                "stays", "a removed segment could not be unlinked; garbage collection removes it later: %s", fault
+            )
             return
         self._worker.index.remove_set(set_id)  # a sweeper may have read it back just before its file was gone

@@ -415,29 +415,29 @@ class RecordWriter:
         """Note a fault of storage or index: saving pauses unless a single file is at fault. Return the outcome of the
         chunks that met it."""
         if isinstance(fault, Corrupt):
-            self._log.warning(cause_of(fault), "a save fails: %s", fault)
+            self._log.warning(cause_of(fault), "a save failed: %s", fault)
         elif isinstance(fault, TierUnavailable) and fault.is_full:
             self._wait_for_room(str(fault))
             return SaveOutcome.NO_SPACE
         else:  # also where the index does not answer: what is written now would not be found
-            self._rest(str(fault))
+            self._back_off(str(fault))
         return SaveOutcome.FAILED
 
     def _wait_for_room(self, why: str) -> None:
         """Pause briefly: the keeper evicts, and once there is room the next save works."""
         self.disk.pause(self._worker.clock(), FULL_PAUSE_S)
-        self._log.warning("full", "no room to save, tried again every %.1f s: %s", FULL_PAUSE_S, why)
+        self._log.warning("full", "no room to save; tried again after %.1f s: %s", FULL_PAUSE_S, why)
 
     def _hangs(self, why: str) -> None:
         """Note that a file hangs: saving pauses unless others are written."""
         if self._saved_s < self._worker.clock() - self._worker.timeout_s:
-            self._rest(why)
+            self._back_off(why)
         else:
-            self._log.warning("hangs", "saves of a file fail: %s", why)
+            self._log.warning("hangs", "saves to one segment file failed, others go on: %s", why)
 
-    def _rest(self, why: str) -> None:
+    def _back_off(self, why: str) -> None:
         pause_s = self.disk.refused(self._worker.clock())
-        self._log.warning("rests", "saving rests for %.0f s: %s", pause_s, why)
+        self._log.warning("rests", "saving pauses for %.0f s: %s", pause_s, why)
 
     # --- the end ---
 

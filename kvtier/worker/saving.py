@@ -250,8 +250,8 @@ class Saver:
             so_far = count + int(self._worker.metrics.total().get(names.SKIPPED_REFUSED, 0))
             self._log.warning(
                 "refused",
-                "codec %s cannot keep the KV of %d chunks so far, and they are not saved: it holds what is no "
-                "number, is infinite, or is too small or too large for the codec's scales; with codec: raw they are",
+                "codec %s cannot keep the KV of %d chunks so far, and they are not saved: it holds NaN, "
+                "infinity, or values too small or too large for the codec's scales; codec: raw keeps them",
                 self._worker.codec.name,
                 so_far,
             )

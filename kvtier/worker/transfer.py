@@ -151,7 +151,7 @@ class Transfer:
             has_tidied = run_within("close", CLOSE_TIMEOUT_S, self._worker.files.close)
         if not has_tidied:
             log.warning(
-                "the storage does not answer: segments stay open and as long as they are, until a sweep trims them"
+                "the storage does not answer: this rank's segments are left open and untrimmed for garbage collection"
             )
         self._worker.index.close()
 

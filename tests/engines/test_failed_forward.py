@@ -52,7 +52,7 @@ def test_one_that_raises_is_known_where_it_ends_and_later(
     assert forwards.has_failed and repr(fault) in caplog.text
     with as_vllm_does(forwards, 2):
         pass
-    assert forwards.has_failed and caplog.text.count("nothing more is saved") == 1
+    assert forwards.has_failed and caplog.text.count("no more KV is saved") == 1
 
 
 def test_one_that_never_ended_is_known_before_the_next_step() -> None:

@@ -384,4 +384,4 @@ def test_a_reset_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """vLLM resets as it pauses, too: hits that end for good must not be a riddle."""
     with caplog.at_level(logging.INFO, "kvtier"):
         assert Scene().half.reset()
-    assert "until the engine is started again" in caplog.text
+    assert "until this engine is started again" in caplog.text

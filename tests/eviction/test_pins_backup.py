@@ -148,7 +148,7 @@ def test_strange_files_are_passed_over(tmp_path: Path, caplog: pytest.LogCapture
     for name in opened.index.notes("", opened.clock()):
         opened.index.drop_note(name)
     assert rebuild(opened)[1] == 3
-    assert sum("passed over" in record.message for record in caplog.records) == 7
+    assert sum("is ignored" in record.message for record in caplog.records) == 7
     remove_leftovers(opened.root.folder, time.time() + 60)
     assert not list(folder.glob(".*"))
     opened.close()

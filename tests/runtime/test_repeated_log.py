@@ -90,6 +90,6 @@ def test_saves_that_fail_alike_are_one_line(tmp_path: Path, caplog: pytest.LogCa
     writer = engine.transfers[0]._saver.writer
     with caplog.at_level(logging.WARNING, "kvtier"):
         for _ in range(100):
-            writer._rest("no space left on device")
+            writer._back_off("no space left on device")
     engine.close()
-    assert sum("saving rests" in line for line in caplog.messages) == 1
+    assert sum("saving pauses" in line for line in caplog.messages) == 1

@@ -118,7 +118,7 @@ def test_no_room_names_the_key_and_what_to_do(tmp_path: Path, caplog: pytest.Log
     one.save(tokens_of(1), BLOCKS)
     tiny(tmp_path, sets=1)
     wait_until(lambda: said(caplog, "no room for another segment set: capacity_bytes ("))
-    assert "raise it, or look at" in said(caplog, "no room")[0] and "saving rests for" in said(caplog, "no")[0]
+    assert "raise it, or look at" in said(caplog, "no room")[0] and "saving pauses for" in said(caplog, "no")[0]
     keeper, segment = one.store._keeper, one.settings.segment_bytes
     why = keeper._evictor.why_no_room
     need = keeper._epoch[0]

@@ -358,7 +358,7 @@ def test_a_record_of_another_cut_than_its_segment_is_no_record(folder: Path) -> 
     rebuilt = Housekeeper(index, folder.parent, "me").rebuild()
     assert rebuilt is not None and rebuilt.records == 1
     said = {finding.slot: finding.what for finding in verify(find_root(folder.parents[1]), index).bad}
-    assert "another cut" in said[0] and "another cut" in said[1] and "checksum" in said[2]
+    assert "other layers" in said[0] and "other layers" in said[1] and "checksum" in said[2]
 
 
 def test_a_set_from_the_future_is_as_old_as_the_day_it_was_found(folder: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_hung_write_is_given_up_and_published_never(tmp_path: Path) -> None:
     assert {answer.outcome for answer in engine.save(TOKENS, BLOCKS)} == {SaveOutcome.FAILED}
     assert engine.load(TOKENS, TARGET) == (0, [])
     outcomes = {answer.outcome for answer in engine.save(list(range(64)), BLOCKS)}
-    assert outcomes == {SaveOutcome.RESTING}, "saving rests"
+    assert outcomes == {SaveOutcome.RESTING}, "saving pauses"
     ring.returned.set()
     engine.transfers[0].tidy()
     arena = engine.transfers[0]._worker.arena

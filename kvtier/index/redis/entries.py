@@ -96,7 +96,7 @@ def compare_and_swap(
                 values[name] = now
         if not values:
             return done
-    raise IndexUnavailable("Redis: other engines change the same values all the time")
+    raise IndexUnavailable("Redis: other engines changed the same entries at each attempt")
 
 
 class EntryTable:

@@ -184,7 +184,7 @@ def _timely(kind: type[Any], reply_s: float, reconnects: Reconnects) -> type[Any
                 hello = self._read(False, disconnect_on_error, push_request)
                 if dict(zip(hello[::2], hello[1::2], strict=False)).get(b"role") == b"replica" and reconnects.take():
                     self.disconnect()
-                    raise ConnectionError("the server is a replica by now")
+                    raise ConnectionError("the server has become a replica")
             return self._read(disable_decoding, disconnect_on_error, push_request)
 
         def _read(self, is_raw: bool, disconnect_on_error: bool, push_request: bool) -> Any:
