@@ -1,4 +1,4 @@
-"""What the README says was measured is what benchmarks/results holds."""
+"""README pages: tables equal benchmarks/results, links resolve, the map names every module."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PAGES = [ROOT / folder / "README.md" for folder in (".", "benchmarks", "configs"
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    """To files that are there, and to headings that they have."""
+    """Links name existing files, and headings in them."""
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     assert len(links) > 2
     for path, _, heading in (link.partition("#") for link in links):

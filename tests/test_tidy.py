@@ -85,7 +85,7 @@ def within(name: str, places: tuple[str, ...]) -> bool:
 
 
 def sources() -> list[Source]:
-    """All modules, by the names that pyproject.toml gives them."""
+    """Return all modules, by the names that pyproject.toml gives them."""
     folders = {
         "kvtier": "kvtier",
         "connectors": "kvtier.connectors",

@@ -64,7 +64,7 @@ def percent(ratio: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Write a latency, or a time that was saved in days."""
+    """Return a time as text, from a latency to days of saved prefill."""
     if value is None:
         return UNKNOWN
     magnitude = abs(value)

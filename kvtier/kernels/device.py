@@ -198,7 +198,7 @@ class DevicePages:
                 self._launch(group, to_device(table.reshape(-1), self._device), bits, to_pages)
 
     def _rows_of(self, group: Alike, all_moves: Sequence[Move], to_pages: bool) -> npt.NDArray[np.int64]:
-        """(moves, 2 + n_blocks), as the kernel reads it."""
+        """Return the table of the moves that the kernel reads, (moves, 2 + n_blocks)."""
         patch, n_blocks = group.patch, group.n_blocks
         moves = [all_moves[place] for place in group.places]
         end = (patch.slab_layer + patch.n_layers) * n_blocks * self._pages.block_tokens * sum(self._rows)

@@ -135,7 +135,7 @@ class _Described(NamedTuple):
 
 
 class PendingSums:
-    """Checksums on their way to the host. What they are sums of must stay as it is until they are there."""
+    """Checksums on their way to the host. The summed bytes must not change until then."""
 
     def __init__(self, sums: torch.Tensor, runs: Sequence[SlabRun], places: Sequence[int]) -> None:
         """sums: (n,) int64 on the device; places: where the sums of each run start in it."""

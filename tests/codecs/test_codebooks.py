@@ -54,7 +54,7 @@ def cells(edges: list[float]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def best_error(edges: list[float]) -> float:
-    """With the best centroids that are alike on both sides."""
+    """Return the error of the best centroids that are symmetric about 0."""
     chance, mean = cells(edges)
     ours = (chance * mean - (chance * mean)[::-1]) / (chance + chance[::-1])
     return 1 - 2 * (chance * mean * ours).sum() + (chance * ours**2).sum()

@@ -25,11 +25,11 @@ def prompt(number: int) -> list[int]:
 
 
 def second_turn(number: int, answer: Sequence[int]) -> list[int]:
-    """What follows when prompt `number - TURNS` was answered so: all of that, and something new."""
+    """Return the next turn after `answer` to prompt `number - TURNS`: both of them, and new tokens."""
     first = number - TURNS
     return [*prompt(first), *answer, *random.Random(f"said {first}").choices(VOCABULARY, k=SAID_TOKENS)]
 
 
 def whole_tokens(number: int) -> int:
-    """Of the prompt's whole chunks: what a full hit brings."""
+    """Return the tokens of the prompt's whole chunks, which a full hit loads."""
     return len(prompt(number)) // CHUNK_TOKENS * CHUNK_TOKENS

@@ -39,7 +39,7 @@ def in_memory_order(logical: torch.Tensor, order: tuple[int, ...]) -> torch.Tens
 
 
 def check(pages: EnginePages, k: torch.Tensor, v: torch.Tensor | None) -> None:
-    """k, v: (layers, blocks, tokens, heads, size). Through the views, and through the gather of the raw codec."""
+    """Compare k and v, (layers, blocks, tokens, heads, size), with the views and with what the raw codec gathers."""
     inner = pages.pages.block_tokens
     for layer in range(LAYERS):
         for plane, expected in zip(pages.pages.layers[layer].planes, (k, v), strict=False):

@@ -161,7 +161,7 @@ def load_with_reason(model: torch.nn.Module, config: Any, caplog: Any, **extra: 
 
 @pytest.fixture
 def llama(checkpoints: Any) -> Iterator[tuple[Any, torch.nn.Module]]:
-    """Configuration of an engine with one rank, and its model as vLLM loads it."""
+    """Yield the configuration of an engine with one rank, and its model as vLLM loads it."""
     config = engine_config(str(checkpoints("llama")), 1)
     with as_rank(config, 0):
         yield config, load_as_vllm(config)

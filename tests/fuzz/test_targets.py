@@ -34,8 +34,8 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def tried(target: Callable[[bytes, Path], None], data: bytes, folder: Path) -> bool:
-    """Whether it was taken. What is not declared comes out."""
+def is_accepted(target: Callable[[bytes, Path], None], data: bytes, folder: Path) -> bool:
+    """Return True if the target accepts the input. Raises what the target does not declare."""
     started_s = time.thread_time()
     try:
         target(data, folder)
@@ -47,13 +47,13 @@ def tried(target: Callable[[bytes, Path], None], data: bytes, folder: Path) -> b
 
 
 def tried_many(name: str, n_inputs: int, seed: int, folder: Path) -> int:
-    """How many were taken."""
+    """Return the number of inputs that the target accepted."""
     module, changes = TARGETS[name]
     rng, target, taken = random.Random(seed), getattr(module, name), 0
     for _ in range(n_inputs):
         data = inputs.changed(rng, module.SEEDS[name], changes)
         try:
-            taken += tried(target, data, folder)
+            taken += is_accepted(target, data, folder)
         except BaseException as fault:
             (folder / "input").write_bytes(data)
             fault.add_note(f"the input is {folder / 'input'}; when this is mended, put it into {CORPUS / name}")
@@ -69,13 +69,13 @@ def corpus() -> Sequence[Path]:
 def test_what_is_right_is_taken(name: str, tmp_path: Path) -> None:
     """Else the others would only show that everything is refused."""
     module, _ = TARGETS[name]
-    assert any(tried(getattr(module, name), data, tmp_path) for data in module.SEEDS[name])
+    assert any(is_accepted(getattr(module, name), data, tmp_path) for data in module.SEEDS[name])
 
 
 @pytest.mark.parametrize("path", corpus(), ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_what_once_was_a_bug(path: Path, tmp_path: Path) -> None:
     module, _ = TARGETS[path.parent.name]
-    tried(getattr(module, path.parent.name), path.read_bytes(), tmp_path)
+    is_accepted(getattr(module, path.parent.name), path.read_bytes(), tmp_path)
 
 
 @pytest.mark.parametrize("name", TARGETS)

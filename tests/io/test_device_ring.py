@@ -241,7 +241,7 @@ def test_a_device_that_does_not_answer_is_given_up(cuda: CudaDouble, fd: int) ->
 
 @pytest.mark.parametrize(("call", "after"), [("cuCtxSetCurrent", 0), ("cuThreadExchangeStreamCaptureMode", 4)])
 def test_a_thread_without_the_device_says_so(cuda: CudaDouble, fd: int, call: str, after: int) -> None:
-    """Calls before: of the thread that opens the ring."""
+    """`after`: calls that succeed, those of the thread that opens the ring."""
     (record,) = stored(fd, 1)
     (target,) = targets_of([record])
     cuda.fail(call, after=after)

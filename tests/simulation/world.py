@@ -399,12 +399,12 @@ class World:
         self.checks.look_at_index(may_be_gone=False)
 
     def _outwait_leases(self) -> None:
-        """Of who was killed while its clock was ahead: nobody sweeps or rebuilds until its time has come."""
+        """Wait until the sweep lease of an engine expires that was killed while its clock was ahead."""
         for _ in range(LEASE_WAITS_MAX):
             if self.place.index.real.lease_owner(SWEEP_LEASE, self._runtime.now_s) is None:
                 return
             self._runtime.run(100_000, ORPHANS_S)
-        self._runtime.violate("nobody may sweep, and who could is long gone")
+        self._runtime.violate("the sweep lease of a dead engine does not expire")
 
 
 def play(folder: Path, seed: int, steps: int, recipe: Recipe) -> World:

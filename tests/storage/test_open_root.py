@@ -202,11 +202,11 @@ def test_disk_that_the_tier_itself_has_filled(tmp_path: Path, mount_tmpfs: Mount
 
 
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EROFS])
-def test_folder_that_is_there_in_one_where_none_may_be_made(
+def test_existing_folder_in_a_parent_that_is_not_writable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
-    """An export that belongs to its administrator, with a folder `v2` that is this user's: to make what is there, NFS
-    asks for the right to make it, and never comes to say that it exists."""
+    """An NFS export of the administrator holds a folder `v2` of this user: mkdir fails for lack of permission, not
+    because the folder exists."""
     (tmp_path / "v2").mkdir()
     mkdir = os.mkdir
 

@@ -164,7 +164,7 @@ def test_a_late_load_is_not_answered_while_its_chunks_still_move(tmp_path: Path,
     assert engine.transfers[0].poll().loads == []
 
 
-def test_marks_of_saves_hide_no_wait_of_loads_for_each_other(tmp_path: Path, engines: list[LazyEngine]) -> None:
+def test_events_of_saves_hide_no_wait_between_loads(tmp_path: Path, engines: list[LazyEngine]) -> None:
     """Chunks of loads that wait for an earlier chunk hold all slots: one gives up its slot, also while saves run."""
     save(start(tmp_path, engines))
     engine = start(tmp_path, engines, admit="never")

@@ -23,7 +23,7 @@ WHOLE16, WHOLE32 = 1024.0, 8388608.0  # from here on fp16 and fp32 have whole nu
 
 
 def codes(bits: int, v: npt.NDArray[np.float16]) -> npt.NDArray[np.int64]:
-    """The curve, rounded, at v in [0, 1]. Every step is exact in fp64 (numpy rounds it to fp16 once)."""
+    """Return the curve, rounded, at v in [0, 1]. Every step is exact in fp64 (numpy rounds it to fp16 once)."""
     book, x = CODEBOOKS[bits], v.astype(np.float64)
     kind, whole = (np.float16, WHOLE16) if bits <= 4 else (np.float32, WHOLE32)
     value = np.full(v.shape, book.curve[-1])

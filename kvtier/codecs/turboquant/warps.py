@@ -32,7 +32,7 @@ def _halves(words: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def hadamard16(FLIP: tl.constexpr, C: tl.constexpr) -> tl.tensor:
-    """(warps, 16, 16): what 16 elements are multiplied with; FLIP: 1 for its negative.
+    """Return the Hadamard matrix for 16 elements, (warps, 16, 16). FLIP: 1 for its negative.
 
     Rows: lane, word, element; columns: word, lane, element, as the tensor cores leave them to lanes.
     """
