@@ -34,12 +34,14 @@ class OwnSegments:
     Args:
         writes: content of a record of this rank.
 
-    unpublished: (namespace, set, slot) of records to erase, because their saves failed.
+    whole: content of the records of all ranks. unpublished: (namespace, set, slot) of records to erase, because their
+    saves failed.
     """
 
     def __init__(self, worker: WorkerContext, writes: Extent) -> None:
         self._worker = worker
         self.writes = writes
+        self.whole = worker.geometry.whole
         self.slab_bytes = slab_bytes(worker.codec, worker.geometry, writes)
         self.record_bytes = record_bytes(writes, self.slab_bytes)
         self.unpublished: deque[tuple[bytes, int, int]] = deque(maxlen=UNPUBLISHED_MAX)

@@ -339,7 +339,7 @@ class RecordWriter:
     def _put_in_index(self, written: Sequence[Staged]) -> set[int]:
         """Publish the records. Return the ids of the sets whose chunks are visible now, by these or by other records of
         the same chunks. Sets that were removed or taken over before are left out. Runs in the pool."""
-        records, set_ids, whole = list[NewRecord](), set[int](), self._worker.geometry.whole
+        records, set_ids, whole = list[NewRecord](), set[int](), self.segments.whole
         for item in written:
             assert item.location is not None
             records.append(NewRecord(item.chunk.key, item.location, whole))
@@ -358,7 +358,7 @@ class RecordWriter:
             counted[names.SAVE_TOKENS] = len(saved) * self._worker.geometry.chunk_tokens
             counted[names.SAVE_BYTES] = len(saved) * self.segments.record_bytes
         self._worker.metrics.add_each(counted)
-        self._finish(batch)
+        del self._batches[batch]
         if lost:
             self._saver.end(lost, self._outcome_of(result) if isinstance(result, Exception) else SaveOutcome.FAILED)
         if saved:
