@@ -42,7 +42,7 @@ def counters(worker: Any) -> dict[str, float]:
 def round_to_bf16(worker: Any) -> None:
     """Round all KV of an engine that keeps it in float32."""
     for cache in worker.model_runner.kv_caches:
-        cache.copy_(cache.bfloat16())
+        cache[:] = cache.bfloat16()  # not by copy_, which kvtier takes for a change of weights
 
 
 def start_watch(worker: Any, share: int) -> None:

@@ -1,22 +1,25 @@
 """Weights that change in a running engine: vLLM does not inform its connectors, so calls from its core into the workers
-are observed: `reload_weights`, a trainer's `update_weights`, or a function that calls `load_weights`."""
+are observed. An engine whose trainer writes into the model without such a call is not protected."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
+from inspect import unwrap
+from types import CodeType
 from typing import Any
 from weakref import WeakSet
 
-# Methods of vLLM's workers, and of trainers, that name weights and leave them as they are.
-READERS = frozenset(
-    {
-        "compute_weight_checksums",
-        "init_weight_transfer_engine",
-        "shutdown_weight_transfer_engine",
-        "supports_draft_weight_updates",
-    }
-)
+# Methods of vLLM's workers that leave weights as they are. Any other may be a trainer's, whatever its name.
+READERS = """
+check_health checkpoint_prepare checkpoint_restore compute_weight_checksums determine_available_memory discard
+execute_dummy_batch get_cache_block_size_bytes get_compilation_match_table get_encoder_timing_stats get_kv_cache_spec
+get_kv_connector_handshake_metadata get_model_inspection get_supported_tasks handle_ft_command
+init_weight_transfer_engine list_loras pin_lora profile release_late_interaction_query_cache remove_lora
+reset_encoder_cache reset_mm_cache save_sharded_state save_tensorized_model shutdown_weight_transfer_engine sleep
+supports_draft_weight_updates synchronize_device update_config update_max_model_len vocab_size wake_up
+"""
+CHANGING = ("weight", "param", "state_dict", "copy_")  # parts of names in functions that may change weights
 _watching: WeakSet[Any] = WeakSet()  # objects with a method weights_changed()
 
 
@@ -30,14 +33,21 @@ def watch_weights(watcher: Any) -> None:
 
 
 def may_change_weights(method: Any, args: tuple[Any, ...] = ()) -> bool:
-    """Return True for a call into all workers after which their weights may be others, as far as its name says."""
+    """Return True for a call into all workers after which their weights may be others. Of a function, its own code
+    is examined, not that of the functions that it calls."""
     if method == "apply_model" and args:
         method = args[0]
     if isinstance(method, str):
-        return "weight" in method and method not in READERS
-    function = getattr(method, "func", method)  # of a partial
-    names = (getattr(function, "__name__", ""), *getattr(getattr(function, "__code__", None), "co_names", ()))
-    return any(name.endswith("load_weights") or name == "update_weights" for name in names)
+        return method not in READERS.split()
+    while isinstance(method, partial):
+        method = method.func
+    function = unwrap(method) if callable(method) else method
+    codes = [getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)]
+    names = [getattr(function, "__name__", "")]
+    for code in filter(None, codes):
+        names += code.co_names
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return any(part in name for name in names for part in CHANGING)
 
 
 def _observed(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,9 +12,9 @@ chains. That hash depends on algorithm and seed: engines share objects if both a
 seeds at random, only if PYTHONHASHSEED is set. The identity module lists what else must be equal.
 
 vLLM calls from its scheduler's thread, so only `drain_jobs` and `shutdown` wait. vLLM drains when its cache is reset,
-as after new weights: from then on this engine neither finds nor writes objects under the keys that it shared before. A
-request's cache_salt is in vLLM's hashes but not passed to tiers: tenants are accounted by a "cache_salt" in the
-request's `kv_transfer_params`. There are no KV events: evictions by other engines could not be announced.
+and kvtier when weights change: from then on this engine neither finds nor writes objects under the keys that it shared
+before. A request's cache_salt is in vLLM's hashes but not passed to tiers: tenants are accounted by a "cache_salt" in
+the request's `kv_transfer_params`. There are no KV events: evictions by other engines could not be announced.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from kvtier.connectors.objects.store import Object, ObjectTier, settings_of
 from kvtier.connectors.vllm.metrics import FAULTS
 from kvtier.connectors.vllm.metrics import HELP as COUNTER_HELP
 from kvtier.connectors.vllm.platform import join_log
+from kvtier.connectors.vllm.weight_changes import watch_weights
 from kvtier.connectors.vllm_tiering.identity import host_of
 from kvtier.connectors.vllm_tiering.lookups import StepLookups
 from kvtier.errors import ConfigError
@@ -128,6 +129,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._of_before: set[str] = set()
         self._counted: dict[str, float] = {REFUSED: 0, FAULTS: 0}
         self._reported: dict[str, float] = {}
+        watch_weights(self)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         self._running.add(req_context.req_id)
@@ -194,6 +196,11 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._epoch = uuid.uuid4().bytes
         self._of_before |= self._running
         self._lookups.mark_all_missing()
+
+    def weights_changed(self) -> None:
+        """Begin an epoch, as after a reset. vLLM's own caches still hold KV of the old weights."""
+        log.warning("weights changed in place: call reset_prefix_cache(reset_connector=True), or vLLM reuses old KV")
+        self.drain_jobs()
 
     def shutdown(self) -> None:
         """Wait a few seconds for running jobs, then drop the queued ones."""

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -345,11 +346,17 @@ def test_weights_that_change_begin_an_epoch(monkeypatch: pytest.MonkeyPatch) -> 
         assert core.collective_rpc(method, args=args) == []
         return scene.store.epoch - before
 
-    for method in ("reload_weights", "update_weights", "update_weights_from_ipc", "finish_weight_update"):
+    @torch.no_grad()
+    def without_gradients(worker: Any) -> None:
+        worker.model_runner.model.load_weights([])
+
+    for method in ("reload_weights", "finish_weight_update", "update_named_param", "load_model", "add_lora"):
         assert epochs_after(method) == 1, method
-    assert epochs_after("apply_model", lambda model: model.load_weights([])) == 1
+    assert epochs_after(without_gradients) == 1, "the code of what it decorates"
+    assert epochs_after(partial(lambda add, worker: [worker.model.load_weights(add) for _ in "ab"], [])) == 1, "nested"
+    assert epochs_after("apply_model", lambda model: model.norm.data.copy_(0)) == 1
     core.collective_rpc("update_weights")
-    assert scene.store.epoch == 5, "nothing was computed since"
+    assert scene.store.epoch == 8, "nothing was computed since"
     for method in ("profile", "compute_weight_checksums", len):
         assert epochs_after(method) == 0, method
     assert epochs_after("apply_model", lambda model: model.training) == 0

@@ -14,13 +14,14 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.utils import hashing
 from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
@@ -193,12 +194,19 @@ def test_faults_are_misses(engine: Offloader, monkeypatch: pytest.MonkeyPatch) -
     assert engine.load(KEYS) == expected(KEYS)
 
 
-def test_after_a_reset_nothing_of_before_is_found_and_nothing_of_before_is_stored(engine: Offloader) -> None:
-    """vLLM resets its cache for new weights, which are in no key of its own."""
+@pytest.mark.parametrize("how", ["reset", "weights"])
+def test_after_a_reset_nothing_of_before_is_found_and_nothing_of_before_is_stored(engine: Offloader, how: str) -> None:
+    """New weights are in no key of vLLM's own. It resets its cache for them, or its user forgets to."""
     engine.store(KEYS)
     running = engine.begin()
     engine.look_up([key(100)], running)
-    engine.reset()
+    if how == "weights":
+        core = EngineCore.__new__(EngineCore)
+        core.model_executor = SimpleNamespace(collective_rpc=lambda *call: [])
+        core.collective_rpc("reload_weights")
+        engine.manager.primary_tier.reset_cache()
+    else:
+        engine.reset()
     assert engine.load(KEYS) == [None] * 8
     engine.store([key(100)], context=running)
     engine.manager.on_request_finished(running)
