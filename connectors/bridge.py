@@ -90,7 +90,7 @@ class SchedulerBridge:
         self._requests: dict[str, TrackedRequest] = {}
         self.saves = PendingSaves(store, shape, self._requests, faults)
         self._n_tracked = 0
-        self._n_before_epoch = -1  # requests before the latest reset; -1: there was none
+        self._at_reset = -1, 0  # requests that had come by the latest reset (-1: none yet), and that were left then
         self._is_stopped = False
         self._has_old_blocks = False
         self._has_foreign_kv = False
@@ -228,7 +228,7 @@ class SchedulerBridge:
             has_begun = True
         self._is_stopped |= not has_begun
         self._has_old_blocks = blocks_in_use
-        self._n_before_epoch = self._n_tracked
+        self._at_reset = self._n_tracked, len(self._requests)
         self.saves.clear()
         self.room.shared.clear()
         loading = False
@@ -239,11 +239,12 @@ class SchedulerBridge:
 
     def weights_changed(self) -> bool:
         """Begin an epoch, if a request came since the last one: a trainer sends weights in many parts. The engine's own
-        cache may hold KV of the old weights. Return True if one was begun."""
-        is_due = self._n_before_epoch != self._n_tracked
+        cache may hold KV of the old weights, unless it was emptied before. Return True if one was begun."""
+        n_before, n_left = self._at_reset
+        is_due = n_before != self._n_tracked
         if is_due:
             self.reset(blocks_in_use=True)
-        self._has_old_blocks = True
+        self._has_old_blocks |= n_left > 0  # these may have computed since
         return is_due
 
     def _look_up(self, request: TrackedRequest, computed_tokens: int) -> int | None:

@@ -362,6 +362,14 @@ def test_weights_that_change_begin_an_epoch(monkeypatch: pytest.MonkeyPatch) -> 
     assert epochs_after("apply_model", lambda model: model.training) == 0
     scene.store.stored.clear()
     assert scene.step(scene.ask("own hit", local=96), 96, 34) == []
+    for older, saved in ((False, [(10, 11), (12, 13)]), (True, [])):
+        scene = Scene()
+        watch_weights(scene.half)
+        if older:
+            scene.ask("older")
+        assert scene.half.reset()
+        core.collective_rpc("update_weights")
+        assert scene.step(scene.ask("own hit", local=96), 96, 34) == saved, "the request before may have computed since"
 
 
 # --- block tables, before 0.32 ---
