@@ -186,7 +186,7 @@ def test_what_fails_after_it_was_given_up_is_in_the_log(caplog: pytest.LogCaptur
         return found
 
     assert asyncio.run(run())[0] == 504
-    assert "had been given up" in caplog.text and "of a late request" in caplog.text
+    assert "failed after its time limit" in caplog.text and "of a late request" in caplog.text
 
 
 def test_an_answer_that_has_begun_is_not_given_up() -> None:

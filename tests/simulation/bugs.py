@@ -317,7 +317,7 @@ def files_go_before_the_index_forgets_them(
     return freed
 
 
-@planted(MemoryIndex, "retract", "stale_location", first_seed=1)
+@planted(MemoryIndex, "retract", "stale_location", first_seed=40)
 def retracting_takes_whatever_is_there(original: Any, index: MemoryIndex, key: bytes, location: Any) -> bool:
     value = index._entries.get(key)
     return [original(index, key, one) for one in ([] if value is None else entry.unpack(value))] != []
