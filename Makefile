@@ -115,7 +115,7 @@ $(AIPERF)/.stamp: requirements/aiperf.txt
 	@rm -rf $(AIPERF)
 	@$(PYTHON) -m venv $(AIPERF)
 	$(call step,installing aiperf into $(AIPERF),\
-		$(AIPERF)/bin/python -m pip --quiet --quiet --disable-pip-version-check install --no-deps -r $<)
+		$(AIPERF)/bin/python -m pip --quiet --quiet --disable-pip-version-check install --no-compile --no-deps -r $<)
 	@touch $@
 
 clean:  ## remove what the other targets made
