@@ -22,6 +22,7 @@ from benchmarks import quality as quality_of
 from benchmarks.gpu import equality as equality_of
 from benchmarks.gpu import load_mix, save_cost, ttft, two_engines, weights_engine, weights_rate
 from benchmarks.gpu import under_load as under_load_of
+from benchmarks.gpu.models import DIMENSIONS
 from benchmarks.report import bold, ms
 from benchmarks.versus import judge
 from benchmarks.versus.judge import Entries
@@ -37,8 +38,6 @@ UNDER_LOAD = {  # steps of the result
     "load_burst short": "64 x 4,000 tokens",
     "decode_beside": "16 x 12,000 tokens beside 16 requests that decode",
 }
-UNDER_LOAD_TOKEN_BYTES = 131_072  # of 8B, bf16
-TWO_LOAD_TOKEN_BYTES = 163_840  # of half of 70B's layers, bf16
 
 Lines = list[str]
 Result = dict[str, Any]
@@ -288,7 +287,9 @@ simple(
     "gpu/two_gpus_under_load",
     lambda result: (
         ("system", "measure", "value", "share"),
-        under_load_of.rows_of("kvtier", result["systems"]["kvtier"], result["ceilings"], TWO_LOAD_TOKEN_BYTES),
+        under_load_of.rows_of(
+            "kvtier", result["systems"]["kvtier"], result["ceilings"], DIMENSIONS[result["model"]].token_bytes()
+        ),
     ),
     "**Bursts at TP=2** (`run_h200.sh two-load`, {source}; half of 70B's layers, from tmpfs; share of plain writes or "
     "reads of both ranks in the same run, decoders' share of their pace alone; tests ran on the other GPUs):",
@@ -302,7 +303,7 @@ def under_load() -> Lines:
     for name, about in UNDER_LOAD.items():
         for result in results:
             one, ceiling = result["systems"]["kvtier"]["loaded"][name], result["ceilings"]["h2d_bytes_s"]
-            share = one["hit_tokens"] * UNDER_LOAD_TOKEN_BYTES / one["last_first_token_s"] / ceiling
+            share = one["hit_tokens"] * DIMENSIONS["8b"].token_bytes() / one["last_first_token_s"] / ceiling
             last = [ms(each["last_first_token_s"]) for each in (one, one["resident"])]
             cells.append([about, result["commit"], ms(one["median_first_token_s"]), *last, f"{share:.0%}"])
     return [
