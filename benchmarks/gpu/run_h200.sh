@@ -56,9 +56,9 @@
 # ARENA (size; empty: none), NAME (of the JSON): the host arena in the README's table is ttft-tmpfs with
 # LENGTHS=100000 NAME=ttft_arena, on a machine like that of versus-tmpfs. HBM_ARENA: also from an hbm arena of that
 # size (with EXTRA='{"codec": "k4v4"}' NAME=ttft_tmpfs_k4v4, say). For versus and long-doc-qa: REPEAT (repetitions),
-# TOGETHER (engines that start side by side), DOCUMENTS, WORDS. LIMIT_S: seconds after which a stage of those, of
-# weights, under load or of two GPUs is stopped. EAGER (any text): engines that
-# are timed run without compiling and CUDA graphs, which are vLLM's default. LANE: set by lanes.
+# TOGETHER (engines that start side by side), DOCUMENTS, WORDS. LIMIT_S: seconds after which a stage is stopped (versus,
+# long-doc-qa, weights, under-load, two-load, two-weights, two-engines). EAGER (any text): engines that are timed run
+# without compiling and CUDA graphs, which are vLLM's default. LANE: set by lanes.
 set -uo pipefail
 OUT=${OUT:-/tmp/bench/out}
 BUNDLE=${BUNDLE:-/tmp/bundle}
@@ -279,7 +279,7 @@ stage() {
         --lengths "${LENGTHS:-$lengths}" --count "${COUNT:-2}" ;;
     two-load)
       NAME=two_gpus_under_load KINDS=${KINDS:-save,long} SYSTEMS=${SYSTEMS:-kvtier} \
-        stage under-load --model 70b-half --tp 2 --gpu-memory 0.9 --timeout 400 ;;
+        stage under-load --model 70b-half --tp 2 --gpu-memory 0.85 --timeout 400 ;;
     two-weights)
       bench weights_rate "${LIMIT_S:-590}" --ranks 2 --folder "$MEMORY/weights" --out "$OUT/${NAME:-two_gpus_weights}.json" \
         --logs "$WORK/logs/two-ranks" --layers "${LAYERS:-36}" --repetitions "${REPEAT:-3}" \
