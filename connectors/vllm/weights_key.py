@@ -22,10 +22,10 @@ GROUPS = ("_TP", "_PP", "_DP", "_EP", "_PCP", "_DCP")  # vLLM's groups of ranks,
 EXPERTS = ("enable_expert_parallel", "enable_eplb", "eplb_config", "expert_placement_strategy")  # of ParallelConfig
 MAP_ELEMENTS_MAX = 1 << 16  # longest map of experts, elements
 
+Named = Sequence[tuple[str, torch.Tensor]]  # tensors of a model with their names
 
-def key_of(
-    model: torch.nn.Module, tensors: Sequence[tuple[str, torch.Tensor]], model_config: Any, files: Sequence[Path]
-) -> str:
+
+def key_of(model: torch.nn.Module, tensors: Named, model_config: Any, files: Sequence[Path]) -> str:
     """Return the name of the plan that loads `files` into `model` on this rank. Raises Corrupt, OSError.
 
     tensors: all parameters and buffers of the model, by name.
@@ -55,7 +55,7 @@ def _rank_in(name: str) -> list[int]:
     return [] if group is None else [group.rank_in_group, group.world_size]
 
 
-def _maps(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:
+def _maps(tensors: Named) -> list[list[str]]:
     """Return the content of short buffers of whole numbers, as maps of experts: loaders ask them what to take."""
     return [
         [name, blake3(buffer.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()]

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
 from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.vllm.platform import join_log
-from kvtier.connectors.vllm.weights_key import key_of
+from kvtier.connectors.vllm.weights_key import Named, key_of
 from kvtier.connectors.vllm.weights_trace import LoadTrace, TraceRefused, distinct
 from kvtier.errors import ConfigError, Corrupt, WeightsDamaged
 from kvtier.model.safetensors import read_header
@@ -46,9 +46,6 @@ EXTRA = "model_loader_extra_config"
 OF_VLLM = ("enable_weights_track",)  # keys of vLLM's default loader that mean something here
 TRACED = "traced"  # origin of a plan
 READ_AS_TENSORS = ("bitsandbytes", "gguf", "torchao")  # quantizations whose loaders need values
-
-
-Named = Sequence[tuple[str, torch.Tensor]]  # tensors of a model with their names
 
 
 class PlannedLoad(NamedTuple):
