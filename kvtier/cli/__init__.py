@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import typer
 
 from kvtier.cli import (  # noqa: F401
-    bench,
     calibrate,
     check,
     doctor,

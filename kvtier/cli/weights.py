@@ -1,5 +1,5 @@
-"""`kvtier weights`: bytes that each rank of an engine loads (`plan`), files with just those (`shard`), checksums of
-weight files (`verify`), and the rate at which they load (`bench`)."""
+"""`kvtier weights`: bytes that each rank of an engine loads (`plan`), files with just those (`shard`), and checksums of
+weight files (`verify`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import typer
 from kvtier.cli.app import NotDone, weights
 from kvtier.cli.place import JsonOption
 from kvtier.cli.progress import progress
-from kvtier.cli.tables import counted, percent, print_table
+from kvtier.cli.tables import counted, print_table
 from kvtier.cli.tables import seconds as duration
 from kvtier.errors import ConfigError
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
@@ -72,32 +72,6 @@ def verify_weights(
         done = f"{folder}: {size(n_bytes)} read in {duration(took_s)} ({rate(n_bytes / max(took_s, 1e-9))})"
         print(f"{done}; manifest written" if write else f"{done}; {len(findings)} bad")
     return FOUND_BAD if findings else OK
-
-
-@weights.command("bench", epilog=MEANINGS)
-def bench_weights(
-    folder: FolderArgument,
-    device: Annotated[str, typer.Option(help="Where the bytes go, as in torch: cpu or cuda:N.")] = "cpu",
-    as_json: JsonOption = False,
-) -> int:
-    """Read all tensors of a model to a device, and compare the rate with the ceilings of this minute.
-
-    Needs no memory for the whole model: later tensors replace earlier ones.
-    """
-    from kvtier.weights.bench import measure  # torch, which takes seconds to import
-
-    with progress("reading") as show:
-        found = measure(folder, device, show)
-    if as_json:
-        print_json({"folder": str(folder), "device": device, **asdict(found), "share": found.share})
-        return OK
-    rows = [(str(folder), "rate", "of the ceiling")]
-    rows += [("loading" + what, rate(value), percent(value / found.ceiling)) for what, value in found.rates()]
-    rows += [(f"ceiling: {what}", rate(value), "") for what, value in found.ceilings()]
-    print_table(rows, right=(1, 2))
-    how = f"{found.direct_files} of {counted(found.files, 'file')} read past the page cache"
-    print(f"{size(found.n_bytes)} to {device}, median of {found.rounds}; {how}")
-    return OK
 
 
 @weights.command("plan", epilog=MEANINGS)
