@@ -27,6 +27,7 @@
 #   save         what saving costs, durable rate                                      260   400
 #   two-equal    two GPUs: blocks and tokens across TP sizes, and stray contexts      180   330
 #   two-ttft     two GPUs: 70B's dimensions at TP=2, in one process                      85   450
+#   two-versus   two GPUs: versus-tmpfs with 70B's dimensions at TP=2, H200s                                  460   560
 #   two-load     two GPUs: under-load at TP=2, half of 70B's layers, SHM=150G               160 a system   580
 #   two-weights  two GPUs: weights of 70B's dimensions, SHM=200G (LAYERS=36 with loaders of shards, 80 without; LOADERS)  480   590
 #   two-engines  two GPUs: two engines on one root, SHM=150G REDIS=FOLDER; of each of SYSTEMS (EACH_S of it: 240; WATCH=0: timed)   340   590
@@ -65,8 +66,8 @@ BUNDLE=${BUNDLE:-/tmp/bundle}
 PARTS=${PARTS:-/tmp/bundle_parts}
 LANE=${LANE:-}
 WORK=/tmp/bench$LANE
-TREE=/tmp/kv
-BUILT=/tmp/kvtier-native
+TREE=${TREE:-/tmp/kv}
+BUILT=$TREE-native
 ROOT=$PWD
 MEMORY=/dev/shm/kv$LANE
 EXTRA=${EXTRA:-{\}}
@@ -277,6 +278,10 @@ stage() {
       [ -z "${TINY:-}" ] || lengths=300,600
       ttft "${NAME:-two_gpus_ttft}" "$MEMORY" 450 --model 70b --tp 2 --gpu-memory 0.85 --timeout 280 \
         --lengths "${LENGTHS:-$lengths}" --count "${COUNT:-2}" ;;
+    two-versus)
+      LENGTHS=${LENGTHS:-32768,100000} REPEAT=${REPEAT:-2} TOGETHER=1 \
+        versus tmpfs "$MEMORY" none,kvtier,kvtier-k4v4,native --model 70b --tp 2 --kv-gib 18 --bare 1 --no-alone \
+        --start-seconds 240 ;;
     two-load)
       NAME=two_gpus_under_load KINDS=${KINDS:-save,long} SYSTEMS=${SYSTEMS:-kvtier} \
         stage under-load --model 70b-half --tp 2 --gpu-memory 0.85 --timeout 400 ;;

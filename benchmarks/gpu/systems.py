@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-NATIVE_CPU_BYTES = 24 << 30  # host memory of vLLM's own tiering; the largest prompt has 13.1 GB
+NATIVE_CPU_BYTES = 24 << 30  # host memory of vLLM's own tiering; the largest prompt of the 8B model has 13.1 GB
 LMCACHE_BUFFER_MIB = 14336  # HBM that a 100,000-token prompt of an 8B model fits into; else LMCache drops the hit
 LMCACHE_IO_THREADS = 16  # one a core; LMCache's default is 4
 

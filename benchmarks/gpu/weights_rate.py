@@ -16,8 +16,9 @@ resident size over that before the load. `kvtier@12x2x4` is kvtier with 12 threa
 `kvtier weights shard` makes of it, which takes as much room again. Each load is two processes, the ranks of vLLM's own
 groups (NCCL, on the CPU gloo). They build the model on their GPUs and meet at a barrier; then `load_weights` and a
 synchronization are timed. Loaders are vLLM's formats: auto, fastsafetensors, instanttensor, kvtier (a new plan),
-kvtier-stored, kvtier-shards; the last three also with -verified (with a manifest beside the files). A loader that fails
-is left out of later turns. GB/s: bytes of a rank's parameters over its seconds. last: from the first rank's start to
+kvtier-stored, kvtier-shards; the last three also with -verified (with a manifest beside the files). reads-of-shards and
+pinned-copies move as many bytes into host memory, and from there, and are the ceilings. A loader that fails is left out
+of later turns. GB/s: bytes of a rank's parameters over its seconds. last: from the first rank's start to
 the last rank's end. spread: (slowest - fastest) / slowest.
 
 `instanttensor@CONCURRENCY=16+IO_DEPTH=64` sets INSTANTTENSOR_CONCURRENCY and so on; COPY=0 gives out views of its
@@ -87,9 +88,7 @@ def _kvtier(
 
     verify = loader.startswith("kvtier-verified")
     if "@" in loader:
-        threads, slots, mib = map(int, loader.partition("@")[2].split("x"))
-        sizes = {"threads": threads, "slots": slots, "piece_bytes": mib << 20}
-        readers.RangeReader = partial(readers.RangeReader, **sizes)  # type: ignore[misc]
+        _use_slots(loader.partition("@")[2])
     yield None
     reader = readers.WeightReader()
     reader.prepare(next(iter(parameters.values())).device)
@@ -105,6 +104,14 @@ def _kvtier(
     done = reader.read(files, np.array(rows, np.int64), list(parameters.values()), expected)
     yield {"planned_s": planned_s, "read_s": done.seconds, "bytes_read": done.bytes_read}
     reader.close()
+
+
+def _use_slots(sizes: str) -> None:
+    """Have kvtier read with other buffers than its own choice. sizes: "12x2x4": threads, buffers a thread, MiB."""
+    from kvtier.weights import reader
+
+    threads, slots, mib = map(int, sizes.split("x"))
+    reader.RangeReader = partial(reader.RangeReader, threads=threads, slots=slots, piece_bytes=mib << 20)  # type: ignore[misc]
 
 
 def _copied(iterate: Iterator[Any], place: Place) -> None:
@@ -153,9 +160,10 @@ LOADERS = {  # by the number of ranks; with two all are vLLM's
     2: (
         *("auto", "kvtier-verified", "kvtier-stored-verified", "kvtier-stored", "kvtier-shards-verified"),
         *("kvtier-shards", "fastsafetensors", "instanttensor", "instanttensor@COPY=0"),
-        "instanttensor@CONCURRENCY=15+IO_DEPTH=64",
+        *("instanttensor@CONCURRENCY=15+IO_DEPTH=64", "reads-of-shards", "pinned-copies"),
     ),
 }
+CEILINGS = ("reads-of-shards", "pinned-copies")  # no loaders: what both ranks together could reach at most
 ONCE = {1: f"{IN_VLLM}auto", 2: "auto"}
 
 
@@ -203,6 +211,11 @@ def _in_vllm(loader: str, folder: Path, rank: int, n_ranks: int, device: str) ->
         if "COPY=0" in settings:
             _without_copies(peer)
     is_ours = name.startswith("kvtier")
+    if is_ours and settings:
+        _use_slots(settings)
+    if name in CEILINGS:
+        yield from _ceiling(name, folder, rank, n_ranks, device)
+        return
     extra = {"plan_cache": str(folder / "plans") if "stored" in name else False} if is_ours else {}
     load_format = "kvtier" if is_ours else name
     load = LoadConfig(load_format=load_format, model_loader_extra_config=extra, use_tqdm_on_load=False)
@@ -217,6 +230,30 @@ def _in_vllm(loader: str, folder: Path, rank: int, n_ranks: int, device: str) ->
         vllm_loader.load_weights(model, config.model_config)
         yield {"bytes": sum(value.nbytes for value in model.parameters())}
         yield [position_sum(value) for _, value in sorted(model.named_parameters())]
+
+
+def _ceiling(name: str, folder: Path, rank: int, n_ranks: int, device: str) -> Steps:
+    """Move bytes as a rank's load does, but only from its shards into host memory, or from there to the GPU."""
+    import torch
+
+    from kvtier.connectors.vllm.weights_ranks import engine_config
+
+    config = engine_config(str(folder.parent / "model"), n_ranks)
+    port = yield None
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    shards = list((folder.parent / "shards").glob(f"model-rank-{rank}-*.safetensors"))
+    n_bytes = sum(shard.stat().st_size for shard in shards)
+    host = torch.ones(min(n_bytes, 256 << 20), dtype=torch.uint8, pin_memory=device == "cuda")
+    target = torch.empty_like(host, device=device)
+    with _groups(config, rank, n_ranks, port, device):
+        yield None
+        for first in range(0, n_bytes, len(host)) if name == "pinned-copies" else ():
+            target[: n_bytes - first].copy_(host[: n_bytes - first], non_blocking=True)
+        for shard in shards if name == "reads-of-shards" else ():
+            read_rate(shard)
+        yield {"bytes": n_bytes}
+        yield None
 
 
 @contextmanager
@@ -458,11 +495,12 @@ def is_in_vllm(loader: str) -> bool:
 def figures(found: Runs) -> dict[str, Found]:
     """Return the figures of each loader that ran. equal: to the sums of the first one, rank by rank; loaders of vLLM
     and others have other parameters."""
-    rows, expected = {}, dict[bool, Any]()
+    rows, expected = {}, dict[str, Any]()
     for loader, runs in found.items():
         ranks = [run["ranks"] for run in runs if "ranks" in run]
         if ranks:
-            sums = expected.setdefault(is_in_vllm(loader), [one["sums"] for one in ranks[0]])
+            key = loader if loader in CEILINGS else str(is_in_vllm(loader))
+            sums = expected.setdefault(key, [one["sums"] for one in ranks[0]])
             seconds = [[one["seconds"] for one in run] for run in ranks]
             medians = map(median, zip(*seconds, strict=True))
             lasts = (max(one["end_s"] for one in run) - min(one["start_s"] for one in run) for run in ranks)
@@ -517,7 +555,7 @@ def run_all(options: argparse.Namespace) -> int:
     models = ["tiny"] if options.tiny else (options.models or default).split(",")
     loaders = (options.loaders or ",".join(LOADERS[options.ranks])).split(",")
     if options.tiny:
-        loaders = [name for name in loaders if name.removeprefix(IN_VLLM).startswith(("kvtier", "auto"))]
+        loaders = [name for name in loaders if name.removeprefix(IN_VLLM).startswith(("kvtier", "auto", *CEILINGS))]
     content: Found = {"models": {}} if options.ranks == 1 else {"ranks": options.ranks}
     is_equal = True
     for model in models:

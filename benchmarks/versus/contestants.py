@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.setup import WARM_UP_TOKENS, EngineSetup
-from benchmarks.gpu.systems import lmcache_settings, transfer_of
+from benchmarks.gpu.systems import NATIVE_CPU_BYTES, lmcache_settings, transfer_of
 from benchmarks.versus import lmcache_server
 from benchmarks.versus.turns import Member
 
@@ -79,4 +79,10 @@ class VersusFolder:
 
     def _extra(self, name: str) -> dict[str, Any]:
         contestant = CONTESTANTS[name]
+        if contestant.system == "native":
+            return {"cpu_bytes_to_use": max(NATIVE_CPU_BYTES, self._longest_bytes() * 3 // 2)}
         return (self.setup.extra if contestant.system == "kvtier" else {}) | contestant.extra
+
+    def _longest_bytes(self) -> int:
+        """Return the bytes of the longest prompt's KV."""
+        return int(self.setup.token_bytes * self.setup.llm["max_model_len"])
