@@ -18,15 +18,14 @@ from kvtier.admin.answers import (
 )
 from kvtier.admin.change import list_pins, list_quotas
 from kvtier.admin.listing import PAGE_MAX, describe_set, list_sets
-from kvtier.admin.lookup import TOKENS_MAX, look_up
-from kvtier.admin.prompts import tokenize
+from kvtier.admin.lookup import look_up
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.maintenance.sweeper import is_to_be_rebuilt
 from kvtier.server.access import TheRole, TheService, no_parameters, problems, the_role
 from kvtier.server.auth import Role
-from kvtier.server.problems import RETRY, Refused
+from kvtier.server.problems import RETRY
 from kvtier.server.prometheus import CONTENT_TYPE, exposition
-from kvtier.server.requests import Named, Tenant, TokensToLookUp, ToLookUp
+from kvtier.server.requests import Named, Tenant, TokensToLookUp
 from kvtier.server.schemas import VERSION, Deployment, Health, History, Overview, Readiness
 
 router = APIRouter(prefix="/api/v1", dependencies=[Depends(no_parameters), Depends(the_role)])
@@ -65,16 +64,9 @@ def history(service: TheService) -> History:
 
 
 @router.post("/lookup", summary="What is stored of a prompt", tags=["lookup"], responses=problems(404, 409, 415))
-def lookup(service: TheService, asked: ToLookUp) -> LookupAnswer:
+def lookup(service: TheService, asked: TokensToLookUp) -> LookupAnswer:
     """Return how much of a prompt is stored, and where. Changes nothing, not even recency."""
-    opened, namespace = service.opened, bytes_of(asked.namespace)
-    if isinstance(asked, TokensToLookUp):
-        tokens = asked.tokens
-    else:
-        tokens = tokenize(opened, asked.prompt, namespace)
-        if len(tokens) > TOKENS_MAX:
-            raise Refused(409, f"the prompt has {len(tokens)} tokens, and {TOKENS_MAX} are looked up at most")
-    return look_up(opened, tokens, asked.cache_salt, namespace)
+    return look_up(service.opened, asked.tokens, asked.cache_salt, bytes_of(asked.namespace))
 
 
 @paged.get("/segments", summary="Segment sets, by page", tags=["segments"], responses=problems())

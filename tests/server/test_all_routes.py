@@ -188,7 +188,6 @@ def test_an_unknown_name_is_answered_with_those_there_are(served: Serving, subte
         ("pins", "PinRequest"),
         ("quotas/tenants/acme", "Quota"),
         ("lookup", "TokensToLookUp"),
-        ("lookup", "TextToLookUp"),
     ):
         with subtests.test(call=call, name=name):
             (*_, body) = schemas[name]["examples"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,23 +139,6 @@ def test_lookup_in_a_namespace(served: Serving) -> None:
     assert_problem(served.call("POST", "/api/v1/lookup", json={**asked, "namespace": "0" * 32}), 404)
     assert_problem(served.call("POST", "/api/v1/lookup", json={**asked, "namespace": "../../etc"}), 422)
     assert_problem(served.call("POST", "/api/v1/lookup", json={"tokens": [0] * (TOKENS_MAX + 1)}), 422)
-
-
-def test_lookup_of_a_text(served: Serving, tmp_path: Path) -> None:
-    said = assert_problem(served.call("POST", "/api/v1/lookup", json={"prompt": "hello"}), 409)
-    assert "send token ids" in said["detail"], "no engine named a tokenizer"
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {str(number): number for number in PROMPT} | {"?": 5000}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
-    ((name, note),) = served.index.notes("worker/", time.time()).items()
-    served.index.put_note(name, json.dumps(json.loads(note) | {"tokenizer": str(tmp_path)}).encode(), None)
-    asked = {"prompt": " ".join(map(str, PROMPT[:130]))}
-    answer = ok(served, "POST", "/api/v1/lookup", json=asked)
-    assert answer["tokens"] == 130 and answer["hits"][0]["hit_tokens"] == 128
-    too_long = {"prompt": "1 " * (TOKENS_MAX + 1)}
-    assert "at most" in assert_problem(served.call("POST", "/api/v1/lookup", json=too_long), 409)["detail"]
 
 
 def test_sets_come_in_pages(served: Serving) -> None:

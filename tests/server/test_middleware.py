@@ -75,7 +75,7 @@ def test_tokens() -> None:
 
 
 def test_no_answer_shows_what_was_sent(served: Serving) -> None:
-    answer = served.call("POST", "/api/v1/lookup", json={"prompt": 5, "secret words": "of a patient"})
+    answer = served.call("POST", "/api/v1/lookup", json={"tokens": 5, "secret words": "of a patient"})
     assert "patient" not in answer.text
 
 
