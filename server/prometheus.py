@@ -58,11 +58,7 @@ def _of_root(seen: Snapshot) -> Iterator[Metric]:
         ("kvtier_index_sets", "Segment sets that the index knows.", index.sets),
         ("kvtier_index_rebuilding", "1 while the index is read back from segments.", index.is_being_rebuilt),
         ("kvtier_workers", "Engines that give signs of life.", len(seen.workers)),
-        (
-            "kvtier_unreadable_reports",
-            "Records in the index that are no valid reports.",
-            seen.unreadable_reports,
-        ),
+        ("kvtier_unreadable_reports", "Records in the index that are no valid reports.", seen.unreadable_reports),
         (
             "kvtier_read_ceiling_bytes_per_second",
             "Calibrated rate of the storage, over all hosts.",

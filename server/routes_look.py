@@ -7,15 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Response
 from pydantic import ConfigDict, Field
 
-from kvtier.admin.answers import (
-    HexId,
-    LookupAnswer,
-    Pins,
-    QuotaList,
-    SetDetails,
-    SetId,
-    SetPage,
-)
+from kvtier.admin.answers import HexId, LookupAnswer, Pins, QuotaList, SetDetails, SetId, SetPage
 from kvtier.admin.change import list_pins, list_quotas
 from kvtier.admin.listing import PAGE_MAX, describe_set, list_sets
 from kvtier.admin.lookup import look_up

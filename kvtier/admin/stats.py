@@ -82,11 +82,7 @@ def _capacity(opened: Opened, sets: Sequence[SetInfo], protected: Collection[int
 
 
 def _namespaces(
-    opened: Opened,
-    sets: Sequence[SetInfo],
-    protected: Collection[int],
-    reports: Sequence[WorkerReport],
-    quotas: Quotas,
+    opened: Opened, sets: Sequence[SetInfo], protected: Collection[int], reports: Sequence[WorkerReport], quotas: Quotas
 ) -> list[NamespaceRow]:
     models = {report.namespace: report.model for report in reports}
     mine: dict[bytes, list[SetInfo]] = {namespace: [] for namespace in opened.book.ids()}

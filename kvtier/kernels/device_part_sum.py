@@ -15,12 +15,7 @@ from kvtier.kernels.device_checksum import add, page_keys, place_keys, products
 
 @triton.jit
 def sum_part(
-    slab: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    seed: tl.tensor,
-    PAIRS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    slab: tl.tensor, first: tl.tensor, end: tl.tensor, seed: tl.tensor, PAIRS: tl.constexpr, AT_ONCE: tl.constexpr
 ) -> tl.tensor:
     """The summands of pairs [first, end) of a slab (format.checksum), int64. PAIRS: of a page; AT_ONCE: a part of
     them, so that a page's part stays in registers.

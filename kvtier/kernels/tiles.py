@@ -108,12 +108,7 @@ def row_words(vectors: tl.tuple, blocks: tl.tensor, rows: tl.tensor, C: tl.const
 
 @triton.jit
 def load_words(
-    vectors: tl.tuple,
-    blocks: tl.tensor,
-    rows: tl.tensor,
-    P: tl.constexpr,
-    C: tl.constexpr,
-    EVICT: tl.constexpr,
+    vectors: tl.tuple, blocks: tl.tensor, rows: tl.tensor, P: tl.constexpr, C: tl.constexpr, EVICT: tl.constexpr
 ) -> tl.tensor:
     """(rows, groups, 16) int32; zeros past the chunk's or a row's end. rows: (rows,) tokens. EVICT: from caches."""
     base, place, inside = tile_words(vectors, blocks, rows, P, C)

@@ -56,10 +56,7 @@ class Agreement:
 
 
 def check_agreement(
-    root: Root,
-    index: Index,
-    progress: Progress = lambda done, total: None,
-    wait: Callable[[float], None] = time.sleep,
+    root: Root, index: Index, progress: Progress = lambda done, total: None, wait: Callable[[float], None] = time.sleep
 ) -> Agreement:
     """Check a root. progress: called with (segment sets checked, segment sets in all)."""
     return _Check(root, index, wait).run(progress)

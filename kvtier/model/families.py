@@ -161,10 +161,7 @@ FAMILIES = {
     "glm4v_moe_text": replace(_GLM_MOE, usual={**_GLM_MOE.usual, **_KEY_BIAS}),
     "glm4_moe_lite": replace(_MLA, usual={"n_shared_experts": 1, "first_k_dense_replace": 1}),
     "minimax_m2": Family(
-        experts=_MIXTRAL,
-        kv_heads=8,
-        head_size=128,
-        usual={"num_local_experts": 256, "num_experts_per_tok": 8},
+        experts=_MIXTRAL, kv_heads=8, head_size=128, usual={"num_local_experts": 256, "num_experts_per_tok": 8}
     ),
     "ernie4_5": Family(kv_heads=2, head_size=128, is_tied=True),
     "ernie4_5_moe": Family(experts=_ERNIE, kv_heads=4, is_tied=True),

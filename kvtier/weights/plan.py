@@ -184,10 +184,7 @@ def _part_of(target: torch.Tensor, view: Elements) -> torch.Tensor:
 
 
 def read_views(
-    reader: WeightReader,
-    files: Sequence[Path],
-    views: Sequence[Elements],
-    expected: Mapping[Path, Sums] | None = None,
+    reader: WeightReader, files: Sequence[Path], views: Sequence[Elements], expected: Mapping[Path, Sums] | None = None
 ) -> list[torch.Tensor]:
     """Read the elements of files that views cover, and those between them, into new tensors on the host."""
     used = sorted({view.number for view in views if view.n_bytes})

@@ -124,12 +124,7 @@ def _store_where_they_are(
 
 @triton.jit
 def _store_twos(
-    words: tl.tensor,
-    row: tl.tensor,
-    plane: tl.tensor,
-    AT: tl.constexpr,
-    ROW: tl.constexpr,
-    C: tl.constexpr,
+    words: tl.tensor, row: tl.tensor, plane: tl.tensor, AT: tl.constexpr, ROW: tl.constexpr, C: tl.constexpr
 ) -> None:
     """Store (rows, n) words from word AT of a row of ROW words on."""
     word = tl.arange(0, words.shape[1])[None, :]

@@ -80,10 +80,7 @@ class Binding:
     def _ask(self) -> None:
         meta = self._meta
         (version, root), _ = self._checked(
-            [
-                Request(meta, ("HSETNX", meta, "format", FORMAT)),
-                Request(meta, ("HSETNX", meta, "root", self._root_id)),
-            ]
+            [Request(meta, ("HSETNX", meta, "format", FORMAT)), Request(meta, ("HSETNX", meta, "root", self._root_id))]
         )
         self._check_root(version, root, self._root_id)
 
