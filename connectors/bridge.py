@@ -5,8 +5,6 @@ through Transfer; a Step, frozen and picklable, passes between them once per eng
 miss and never ends a request (I9; kvtier.connectors.faults).
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -14,8 +14,6 @@ only from the events of each worker. Dynamo 1.6.1 reads an event so:
 An idle engine publishes nothing: evictions are published with its next step.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any

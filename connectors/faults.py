@@ -3,8 +3,6 @@
 The project's only two `except Exception` stand here.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

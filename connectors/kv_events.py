@@ -6,8 +6,6 @@ announced sets, in one round trip, and for single chunks in doubt: missed by a l
 A late event costs its reader a wrong guess: no KV depends on it.
 """
 
-from __future__ import annotations
-
 import threading
 from bisect import bisect_right
 from collections import OrderedDict, deque

@@ -11,8 +11,6 @@ equally long, or serdes ("serde" in the adapter's JSON). Models that differ in t
 each; raise `epoch` when weights change.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -7,8 +7,6 @@ plans step k + ahead once it has launched step k, and the launch may take as lon
 there, the first prefill of an engine on an H100 seemed to take no time, and hits were computed.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

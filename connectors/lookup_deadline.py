@@ -1,7 +1,5 @@
 """Deadline of lookups in a remote index: when a request stops waiting for its answer and computes its prompt."""
 
-from __future__ import annotations
-
 import math
 
 from kvtier.connectors.tracked_request import IndexQuestion

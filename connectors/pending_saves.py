@@ -7,8 +7,6 @@ that could not be planned, so what is missing in the end is the tail of a prompt
 first, so the newest lose their tails.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple

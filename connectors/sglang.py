@@ -23,8 +23,6 @@ need `batch_*_v2`; pools other than SGLang's plain MHA and MLA ones, or with dif
 `tp_lcm_size`; context parallel decoding. SGLang's storage metrics stay empty.
 """
 
-from __future__ import annotations
-
 import logging
 import uuid
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Bootstrap of the package: folder that its modules are imported from, and prefix of its log lines."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

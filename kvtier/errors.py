@@ -1,7 +1,5 @@
 """Exceptions of kvtier, as a tree. A miss or a refusal is a value, never one of these."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Frozen and picklable: a plan travels in the engine's per-step metadata, in a queue or over a socket unchanged.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

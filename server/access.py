@@ -1,7 +1,5 @@
 """Dependencies of routes: the service, and the check of the caller's role."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from fastapi import Depends, Request, Security

@@ -1,7 +1,5 @@
 """The application: routes, errors, the page, and the middleware before them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress

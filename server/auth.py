@@ -5,8 +5,6 @@ So the Host header must then name loopback (a page whose own name resolves to 12
 that names another origin is refused. With tokens neither is checked: a browser never adds them by itself.
 """
 
-from __future__ import annotations
-
 import hmac
 from dataclasses import dataclass
 from enum import IntEnum

@@ -5,8 +5,6 @@ rest of a head, for the rest of a body after the answer, and for a client that d
 refuses new connections while idle ones fill the limit, so that these could block the service.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Callable

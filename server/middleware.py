@@ -5,8 +5,6 @@
 A request without a valid token costs nothing but reading its head: its body is never read.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

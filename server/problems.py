@@ -1,7 +1,5 @@
 """Errors as answers: one kind of document for all of them (RFC 9457), anywhere in the service."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

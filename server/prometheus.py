@@ -1,8 +1,6 @@
 """Metrics in Prometheus' format. Counters are each engine's own, labelled by `worker`: a sum over engines would fall
 when an engine ends. Every label has a bounded number of values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

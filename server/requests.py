@@ -1,8 +1,6 @@
 """Bodies and parameters of the admin service. Unknown names are refused with the valid ones, and no value in a body is
 converted: "5" is no number."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator

@@ -1,7 +1,5 @@
 """Values from files that may be replaced while the service runs: tokens, the certificate with its key."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -1,7 +1,5 @@
 """Routes that change something, for the admin token. Each change is written to the log."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Routes that only read, open to both tokens; and the routes for monitoring."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response

@@ -1,7 +1,5 @@
 """Process of `kvtier serve`: settings, tokens, TLS, listener, uvicorn."""
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 import signal

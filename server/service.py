@@ -4,8 +4,6 @@ The index may be down when the service starts, and go down and come back while i
 request that needs it, and only the requests that need it fail.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

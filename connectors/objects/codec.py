@@ -7,8 +7,6 @@ many pages. A move's one block id is no block of pages: it is the number under w
 while the move may touch it.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Size class: objects of another host that take equally many pages, in a namespace of their own. One Store plans and
 one Transfer moves them, as for an engine's chunks; the calls here wait for both."""
 
-from __future__ import annotations
-
 import threading
 import time
 import uuid

@@ -9,8 +9,6 @@ connector's module while it builds its configuration, and then chooses the execu
 checks run in that call, so a refusal ends the front end itself, with the reason as the last line of the log.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import re

@@ -9,8 +9,6 @@ and those of ended requests before the next step touches a block (`handle_preemp
 that are not saved), so no blocks of a request are held back.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -12,8 +12,6 @@ layers unquantized with turboquant_*, and others with --kv-cache-dtype-skip-laye
 and vLLM puts all layers into one group with different page sizes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

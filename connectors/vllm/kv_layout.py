@@ -16,8 +16,6 @@ pieces if the attention kernel needs smaller ones; N is the tokens of a kernel b
 A tensor that fits none of them, or more than one, is refused with a ConfigError.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -8,8 +8,6 @@ files behind a name change, requests with that name or number are neither loaded
 the engine's blocks and memory may hold either version.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import wraps

@@ -11,8 +11,6 @@ request that its keys contain (adapter, image, processor arguments).
 The module also finds the files of a model on this machine by the name that vLLM was given.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

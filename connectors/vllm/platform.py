@@ -9,8 +9,6 @@ Lossy codecs read vectors, and are refused with all but "vec" and "vec16". The p
 unknown, and start-up is refused.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ its command line is parsed and return nothing, and an option's default is only i
 `EngineArgs.create_engine_config` is wrapped, which every front end calls. Engines without KVTIER_ROOT are not touched.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """vLLM's Request as a RequestView: its extras and permissions; and the blocks that vLLM gave to requests."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Scheduler half of the connector: hits, load plans and save plans of vLLM's requests."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence

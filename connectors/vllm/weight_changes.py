@@ -1,8 +1,6 @@
 """Weights that change in a running engine: vLLM does not inform its connectors, so calls from its core into the workers
 are observed. An engine whose trainer writes into the model without such a call is not protected."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial, wraps
 from inspect import unwrap

@@ -1,7 +1,5 @@
 """Facts that decide the plan of a load: what a stored plan is found by."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Sequence

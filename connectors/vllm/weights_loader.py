@@ -4,8 +4,6 @@ vLLM's own weight loaders are recorded once on tensors without data (`weights_tr
 out by the ring. Where that is not possible, vLLM's own loader does it, and a line of the log says why.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import logging

@@ -4,8 +4,6 @@ torch's "fake" process groups know a rank and a size and exchange nothing, which
 they are made and loaded. Nothing may be computed with such a model.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

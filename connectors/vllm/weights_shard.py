@@ -1,7 +1,5 @@
 """Shards of all ranks of an engine, made in one process on the CPU."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterator

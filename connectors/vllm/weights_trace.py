@@ -13,8 +13,6 @@ they do with it decides:
 What cannot be followed raises TraceRefused: the caller then loads with real tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache

@@ -6,8 +6,6 @@ not, and if the engine goes on, its next step gathers blocks that the scheduler 
 prefix cache has had the step's blocks since the step was planned. So after a failed forward nothing is saved any more.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import sys

@@ -16,8 +16,6 @@ model, processor arguments of images, attention backends with another block layo
 weights that change under one name and path. Engines that differ in these need a `model_tag` each, or a root each.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

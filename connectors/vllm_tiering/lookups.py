@@ -5,8 +5,6 @@ A key is unknown (None) until an answer arrives, then present or absent for as l
 belongs to the scheduler's thread; answers arrive through a queue.
 """
 
-from __future__ import annotations
-
 import queue
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -17,8 +17,6 @@ before. A request's cache_salt is in vLLM's hashes but not passed to tiers: tena
 the request's `kv_transfer_params`. There are no KV events: evictions by other engines could not be announced.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import time

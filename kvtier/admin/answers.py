@@ -4,8 +4,6 @@ Times are seconds since the epoch, sizes bytes, rates a second. null always mean
 zero.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field

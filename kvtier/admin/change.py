@@ -1,7 +1,5 @@
 """Changes by an administrator: eviction, pins and quotas."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, get_args

@@ -1,7 +1,5 @@
 """Sums, rates and rankings over the reports of engines. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import get_args

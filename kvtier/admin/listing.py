@@ -1,7 +1,5 @@
 """The segment sets of a root, a page at a time, and one of them with its files."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from kvtier.admin.answers import SegmentFile, SetDetails, SetPage, SetRow

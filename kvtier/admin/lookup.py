@@ -1,7 +1,5 @@
 """Lookup of a prompt: how much of it is stored, and in which sets."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

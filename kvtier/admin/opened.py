@@ -1,7 +1,5 @@
 """A root and its index, opened to be looked after."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -1,8 +1,6 @@
 """Snapshot of the tier: one read of the index's sets, counts and records, and one statvfs of the disk. It reads no
 segment, and lists their folders only if the index is empty, so that its cost does not depend on the number of files."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Sequence
 from contextlib import suppress

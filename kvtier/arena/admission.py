@@ -1,7 +1,5 @@
 """Admission policy of an arena: which chunks stay cached after a load or a save. Pure."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import NamedTuple
 

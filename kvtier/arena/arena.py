@@ -5,8 +5,6 @@ a slot and decodes from it; afterwards the slot may cache its chunk. The same cl
 memory.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence

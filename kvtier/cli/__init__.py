@@ -1,7 +1,5 @@
 """The command `kvtier`."""
 
-from __future__ import annotations
-
 import io
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Tree of kvtier's commands: each module of this folder adds its own."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`kvtier calibrate MODEL --out FILE`: make the table that the codecs tc4 and tc3 need."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -4,8 +4,6 @@ It runs the checks of an engine's own start. An engine whose Redis does not answ
 Redis answers; the check then ends with status 1.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

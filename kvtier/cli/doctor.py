@@ -1,7 +1,5 @@
 """`kvtier doctor [PATH]`: print one verdict a line, as each probe answers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`kvtier evict`: remove segment sets by size, age, namespace, tenant or prefix."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

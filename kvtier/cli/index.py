@@ -1,7 +1,5 @@
 """`kvtier index rebuild` and `kvtier index check`: for an embedded index, and for one in Redis that settings name."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`kvtier lookup`: the stored part of a prompt, and its location."""
 
-from __future__ import annotations
-
 from kvtier.admin.answers import LookupAnswer
 from kvtier.admin.lookup import look_up
 from kvtier.cli import prompts

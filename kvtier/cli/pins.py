@@ -1,7 +1,5 @@
 """`kvtier pin` and `kvtier unpin`: protect prefixes and namespaces from eviction."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

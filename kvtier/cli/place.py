@@ -8,8 +8,6 @@
 Capacity, quotas, tenants and a Redis index are in the settings alone, so commands that depend on them require these.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

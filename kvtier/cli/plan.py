@@ -4,8 +4,6 @@ Sizes are as in settings ("141GB" counts in 1000s, "64GiB" in 1024s); rates are 
 ("16Gbit/s").
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Progress bar, on standard error if that is a terminal."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Options shared by commands: a namespace, and a prompt by its tokens."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kvtier quota`: limits of tenants and namespaces."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """A root's own index, for commands that need no settings."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

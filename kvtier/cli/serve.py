@@ -1,7 +1,5 @@
 """`kvtier serve`: the admin service."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`kvtier stats`: content of a root; of a deployment also figures of its engines."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 from kvtier.admin.answers import LatencySummary, Snapshot

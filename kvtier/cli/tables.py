@@ -1,7 +1,5 @@
 """Tables by rich, and the texts of their cells."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time

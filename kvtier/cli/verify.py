@@ -1,7 +1,5 @@
 """`kvtier verify`: read every record, and check every checksum and signature."""
 
-from __future__ import annotations
-
 import time
 from contextlib import nullcontext
 from dataclasses import asdict

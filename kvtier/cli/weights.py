@@ -1,8 +1,6 @@
 """`kvtier weights`: files with just what each rank of an engine loads (`shard`), and checksums of weight files
 (`verify`)."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import time

@@ -1,8 +1,6 @@
 """Pages whose layers are not alike, as bands of neighbouring layers that are: engines that quantize their KV leave some
 layers out. Gather and scatter have one row size a launch, so each band has its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby

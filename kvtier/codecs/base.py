@@ -9,8 +9,6 @@ held.first_layer + patch.page_layer, its heads at held.first_head + patch.page_h
 of begins patch.slab_layer layers before the move does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 

@@ -3,8 +3,6 @@
 A codec's mover is a CodedPages that launches its kernels.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@ The loss is the KL divergence of the next token's distribution to that with KV i
 first tokens went through the codec: benchmarks/results/quality has it, and its intervals.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 MODELS = ("SmolLM2-135M", "Qwen2.5-Coder-0.5B", "Qwen2.5-Coder-1.5B", "Gemma 3 270M")  # those of KL_NATS, in its order

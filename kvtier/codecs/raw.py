@@ -1,7 +1,5 @@
 """Codec `raw`: the engine's own bytes. Slab = [layer][K, then V][token][element], then padding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from kvtier.codecs.bands import BandedPages, Copier

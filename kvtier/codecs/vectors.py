@@ -3,8 +3,6 @@
 The reference of fused kernels, and what runs on the CPU. On a GPU it is right but slow: dozens of launches a layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 

@@ -1,7 +1,5 @@
 """Settings of how a root's capacity is shared and kept: watermarks, quotas and pins."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Annotated
 

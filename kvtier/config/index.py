@@ -6,8 +6,6 @@ redis+sentinel://host:26379,host2/service     the master that Sentinels name; re
 redis+cluster://host:6379,host2:6379          Redis Cluster, from any of its nodes on; rediss+cluster:// with TLS
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Demands on an engine's KV transfer settings (vLLM's --kv-transfer-config): one rule for `kvtier check`, which reads
 their JSON, and for the connector."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

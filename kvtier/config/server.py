@@ -1,7 +1,5 @@
 """Settings of the admin service (`kvtier serve`)."""
 
-from __future__ import annotations
-
 import ipaddress
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Settings of signed namespaces."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sources of settings: YAML files, merging by precedence, and the names of keys in messages."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """The types of settings, and what they check: shared by the groups of the tree. Byte sizes are numbers or texts; so are
 times."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from functools import partial

@@ -1,8 +1,6 @@
 """Names of file systems, and what is known of each: what it promises, and what to set. `docs/filesystems.md` says how
 it was found out. Which of them kvtier flushes is `kvtier.storage.filesystem`'s to say."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The GPU's side: driver, GPUDirect Storage, PCIe, and memory that may be pinned."""
 
-from __future__ import annotations
-
 import re
 import resource
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Host: access of the probes to kernel files and to commands, which have a deadline."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

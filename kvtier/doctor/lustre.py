@@ -1,7 +1,5 @@
 """Lustre and EFA: the client's state, the layout that segments get, and the room on each OST."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ python -m kvtier.doctor.probe storage '{"folder", "direct", "threads", "piece_by
 python -m kvtier.doctor.probe peer '{"folder", "peer", "direct": ...}'
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

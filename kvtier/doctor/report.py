@@ -1,7 +1,5 @@
 """`kvtier doctor`: every probe in turn, one verdict a line. Nothing here hangs for longer than its probes may."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import fill

@@ -1,7 +1,5 @@
 """Storage checks: file system of the root, direct I/O, rates, and the I/O engine that it gets."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """Selection of the sets to evict: for a new set, to keep the limits, or on an administrator's request; in LRU order.
 Pure: sets, limits and the clock in, sets to remove out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple

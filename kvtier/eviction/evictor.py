@@ -4,8 +4,6 @@ It holds a lease and renews it with every set. When the lease expired and anothe
 removal by its fencing token, and the evictor stops.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

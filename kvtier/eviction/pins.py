@@ -6,8 +6,6 @@ Its times are by the index's clock. Without keys all sets of the namespace are p
 contain their records.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

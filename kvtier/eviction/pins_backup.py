@@ -5,8 +5,6 @@ empty, an embedded one at each boot) gets them back when it is rebuilt.
     {"expires_s": number | null, "name": "pin/5f0c...", "value": "{...}"}      expires_s: by the index's clock
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -5,8 +5,6 @@ freed. So a refused write, preallocation or create is a limit of its own, and ev
 space had time to show: to evict more in their place would empty the root.
 """
 
-from __future__ import annotations
-
 from collections import deque
 
 LATE_S = 60.0  # longest time for the space of evicted files to show on most file systems, seconds

@@ -26,8 +26,6 @@ slab that is zeroed, stale, torn or misplaced fails. Two different slabs collide
 Test vectors: `VECTORS`, used by the tests of the numpy, C++ and Triton versions alike.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

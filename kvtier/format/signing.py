@@ -15,8 +15,6 @@ The checksum (kvtier.format.checksum) is no signature: anyone can compute it. Ta
 memory.
 """
 
-from __future__ import annotations
-
 import hmac
 import struct
 from collections.abc import Iterable

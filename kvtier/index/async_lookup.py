@@ -5,8 +5,6 @@ answer it does not wait at all until a quick one arrives: a slow index delays ne
 deadline, after which a request is computed, is index.lookup_timeout_s (see connectors/lookup_deadline.py).
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Circuit breaker for a remote index. Clock and randomness are passed in (I6)."""
 
-from __future__ import annotations
-
 import math
 import random
 import threading

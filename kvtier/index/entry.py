@@ -20,8 +20,6 @@ The first byte alone says whether the chunk is complete, so that a lookup is one
 never rewritten, so a place (set, rank, slot) identifies a record permanently.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterable
 from contextlib import suppress

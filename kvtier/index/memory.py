@@ -3,8 +3,6 @@
 Nothing outlives the object. One lock; every method is atomic.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Interface of the engines that read records: the ring, which defines it, and KvikIO."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

@@ -3,8 +3,6 @@
 `libcuda.so.1` is loaded at the first call. Importing this module does not need it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 

@@ -4,8 +4,6 @@ KvikIO's "compat mode: False" is no proof of GPUDirect Storage: without nvidia-f
 its own.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import ModuleType
 from typing import Literal, NamedTuple

@@ -1,7 +1,5 @@
 """Files open in KvikIO: each is opened and registered once. Objects that KvikIO fails to release are never freed."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

@@ -9,8 +9,6 @@ Engines may run at the same time. So each set with a disagreement, or with such 
 that was being written or evicted is in order at the second look.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Of a chunk that is stored twice, one record may have been found bad earlier, whi
 the index already has is read and verified before the other one is refused.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ On a file system whose clients cache, the first read may be stale: bytes that an
 two later. Until the second read the chunk is a miss, and nothing is retracted.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """Scrub: content of a root by namespace (`stats`), and verification of every byte of it (`verify`)."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections import deque

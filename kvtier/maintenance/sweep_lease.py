@@ -1,7 +1,5 @@
 """Sweep lease: lets one process at a time sweep a root's files or read them back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from kvtier.index.base import Index

@@ -1,7 +1,5 @@
 """Sweep schedule: which of the engines that share a root sweeps it, and when. One sweep serves all engines."""
 
-from __future__ import annotations
-
 import math
 import zlib
 

@@ -9,8 +9,6 @@ A writer that counts as dead may only be slow. So its sets are taken over in the
 or removed: the index refuses what it publishes afterwards, and everything published before is seen.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import struct

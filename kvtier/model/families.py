@@ -4,8 +4,6 @@
 neither is refused too, for a guess could be wrong by any factor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 

@@ -1,8 +1,6 @@
 """Kinds of attention layers, and those that kvtier serves: one rule for `kvtier plan`, which reads config.json, and for
 the connectors, which read the specs of the KV cache."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 # Names as in `layer_types` of a config.json.

@@ -4,8 +4,6 @@ A file begins with the length of its header (u64, little endian) and the header:
 data_offsets (https://github.com/huggingface/safetensors#format). The tensors' bytes follow without holes.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@
 model-rank-R-part-P.safetensors with the parameters of each tensor-parallel rank, as vLLM's `sharded_state` names them.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Literal

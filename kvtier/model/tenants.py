@@ -1,7 +1,5 @@
 """Tenants: map from a request's cache salt to the label of its tenant. Pure."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Sequence

@@ -18,8 +18,6 @@ all of them. Embeddings in safetensors are hashed whole even then, the smallest 
 token changes one row. The bytes read depend on sizes and headers only, never on the machine.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import mmap

@@ -1,7 +1,5 @@
 """Bytes of a chunk with each codec, computed by the codecs, the records and the arenas themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, get_args
 

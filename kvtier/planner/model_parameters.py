@@ -4,8 +4,6 @@ Matrices only: norms and biases are less than a thousandth. A model is its embed
 may be the embedding again ("tied").
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

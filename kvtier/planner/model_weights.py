@@ -2,8 +2,6 @@
 count that config.json implies. Reads headers only.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Exponential backoff after refusals. The clock is passed in."""
 
-from __future__ import annotations
-
 PAUSE_FIRST_S, PAUSE_MAX_S = 1.0, 60.0  # seconds; each refusal doubles the pause
 
 

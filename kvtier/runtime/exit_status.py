@@ -3,8 +3,6 @@
 A command that reads returns OK or FOUND_BAD; one that changes something returns OK or NOT_DONE.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

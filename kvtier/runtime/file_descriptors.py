@@ -4,8 +4,6 @@ Segments stay open between uses. They take a share of what RLIMIT_NOFILE allows 
 is, because the process belongs to the engine.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """Python's garbage collector: paused while many objects without cycles are made."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Memory limits of this process, its cgroups and the machine (proc_meminfo(5), cgroups(7), getrlimit(2))."""
 
-from __future__ import annotations
-
 import re
 import resource
 from pathlib import Path

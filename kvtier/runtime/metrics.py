@@ -3,8 +3,6 @@
 A name ends in its unit, or in the reason for skipping; all are sums since the start, so that exporters can add them.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping

@@ -2,8 +2,6 @@
 
 Storage or an index that is away makes every request fail in the same way: a line for each would hide all others."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

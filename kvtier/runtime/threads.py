@@ -4,8 +4,6 @@ A job is a callable without arguments or result; it reports through what it clos
 queue is full and never blocks the engine (I4).
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

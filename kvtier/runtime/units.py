@@ -1,7 +1,5 @@
 """Sizes in bytes and rates, as text for people."""
 
-from __future__ import annotations
-
 
 def size(n_bytes: float) -> str:
     """Return a size as "1.5 GiB"."""

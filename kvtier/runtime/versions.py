@@ -1,7 +1,5 @@
 """Releases of installed packages, and the git commit of kvtier."""
 
-from __future__ import annotations
-
 import subprocess
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version

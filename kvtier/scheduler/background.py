@@ -5,8 +5,6 @@ is full), closes full sets, records which sets were used, reads the root's limit
 does what is due.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import threading

@@ -1,7 +1,5 @@
 """CapacityWatch: warnings about capacity_bytes in an engine's log, each one once."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable

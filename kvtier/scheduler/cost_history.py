@@ -7,8 +7,6 @@ a prior: it is replaced by what the engine measures itself.
     {"prefill_token_s": 6.5e-05, "load_fixed_s": 0.004, "load_token_s": 2.4e-06}
 """
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """SavePacing: how many chunks a step may plan to save after workers could not take all of an earlier step's. Pure."""
 
-from __future__ import annotations
-
 WINDOW_MIN = 8  # chunks of the first step after a refusal
 WINDOW_MAX = 1024  # chunks; a window beyond is none
 

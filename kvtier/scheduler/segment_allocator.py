@@ -5,8 +5,6 @@ The scheduler's thread takes slots; the keeper's thread adds new sets and closes
 without a ready set, the chunk is not saved.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ all of them. So a request waits only for a load that is not much longer than wha
 would leave the engine short of KV memory, and never for a load that is overdue.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ It runs in the engine's scheduler process. Its methods are called from the sched
 storage. The Keeper does on its own thread what may wait: registering sets, eviction, recency.
 """
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Atomic creation and replacement of small files, which many processes may attempt at the same time."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time

@@ -3,8 +3,6 @@
 magic (8 bytes)   size of the body (u64, little endian)   body   blake3 of the body (32 bytes)
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import struct

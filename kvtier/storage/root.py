@@ -10,8 +10,6 @@ Folders are 0700 and files 0600: KV tells what was said. The root's path may go 
 followed.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

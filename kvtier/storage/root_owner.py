@@ -21,8 +21,6 @@ A root whose index all nodes reach belongs to none of them, and has an id by whi
     {"root_id": "9f2c..."}
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -2,8 +2,6 @@
 symbolic links. (The root's own path is the operator's choice and may contain links.)
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -2,8 +2,6 @@
 
 A call that hangs in the kernel cannot be taken back: it is left behind on a thread of its own."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

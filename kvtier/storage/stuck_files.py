@@ -3,8 +3,6 @@
 A storage that is slow goes on answering; one that hangs answers nothing. Of a striped file system one target may hang
 while the others serve, so a hang is first of all one of a file."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager

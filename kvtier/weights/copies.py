@@ -1,7 +1,5 @@
 """Copies: byte ranges of files and their places in tensors. Pure arithmetic, without torch and without I/O."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """Dtypes of safetensors files, as torch has them."""
 
-from __future__ import annotations
-
 import torch
 
 TORCH_DTYPES = {

@@ -1,7 +1,5 @@
 """Whole files as tensors: packs tensors into few buffers, reads the files into them, and returns parts of those."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Manifest: checksums of a folder's weight files, one a block of 1 MiB, in a JSON file beside them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

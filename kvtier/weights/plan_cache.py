@@ -4,8 +4,6 @@ The body of a file (`storage.own_files`) is the size of a JSON text (u32), the t
 copies as rows of 8 numbers (i64, in the order of Copy's fields). Numbers are little endian.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ A folder is being written as long as it has `.kvtier-weights.partial`: the manif
 is written under a name with a dot, synced, and renamed; so a file under its own name is whole. The manifest comes last.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import json

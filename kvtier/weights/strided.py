@@ -1,7 +1,5 @@
 """Strided views as copies: an assignment between two views of equal shape, as rows of bytes."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

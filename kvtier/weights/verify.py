@@ -1,7 +1,5 @@
 """Verification of a folder of weights: its files, their headers, and their checksums against the manifest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

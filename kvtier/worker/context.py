@@ -1,7 +1,5 @@
 """Worker context: parts that loads and saves share, and the quarantine of their late I/O."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ engine's work is on its own current stream:
 - the engine computes on loaded blocks only after it was told that the load ended, which is after the scatter has.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

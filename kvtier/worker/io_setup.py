@@ -1,7 +1,5 @@
 """The I/O of one worker on its root's mount: which engine reads, how it is sized, and what a load should cost there."""
 
-from __future__ import annotations
-
 import logging
 from typing import NamedTuple
 

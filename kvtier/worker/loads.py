@@ -6,8 +6,6 @@ answered exactly once, by its deadline unless its scatters still run (I10). Byte
 the engine (I2): from the first bad chunk on, the blocks are reported as failed.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import insort
 from collections.abc import Sequence

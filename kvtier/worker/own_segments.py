@@ -6,8 +6,6 @@ without records; a segment that it makes after that is in no index, and no budge
 a segment is there, not before: a remover that comes later than that finds the segment and unlinks it.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Collection, Iterable

@@ -1,7 +1,5 @@
 """Read plan: which slabs of which records together make one rank's share of a chunk, by its index entry. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import attrgetter

@@ -3,8 +3,6 @@ bad or gone.
 
 All of it may wait for the storage or for the index, so it runs on threads of the pool."""
 
-from __future__ import annotations
-
 import errno
 import threading
 from collections.abc import Iterable, Sequence

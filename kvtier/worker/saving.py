@@ -20,8 +20,6 @@ other files go on. Chunks of all requests move together, in batches; WRITING and
 READY to PUBLISHING they are with kvtier.worker.record_writer.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 The same bytes as the reference (kvtier.codecs.int8.codec). All chunks, layers and heads, K and V, are one launch.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Codecs `tc4` and `tc3`: a transform calibrated for the model, 4 or 3 bits a component (reference.py defines them)."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

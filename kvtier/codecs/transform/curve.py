@@ -7,8 +7,6 @@ The coefficients were fitted to give the least error with the best levels, which
 It is that of Lloyd's and Max's quantizers, but for 0.4 % at 7 bits and 1.3 % at 8.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

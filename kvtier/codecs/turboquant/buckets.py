@@ -10,8 +10,6 @@ addition: in fp16 up to 4 bits, else in fp32. As v is one of 15361 numbers, what
 `thresholds` are what the definition (`reference`) has instead.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

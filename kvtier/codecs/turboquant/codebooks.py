@@ -13,8 +13,6 @@ what gives the curve the least error, `unit` what gives it to these whole number
 `tests/codecs/test_codebooks.py` solves for all of it again.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

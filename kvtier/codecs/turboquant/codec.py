@@ -1,7 +1,5 @@
 """Codec `turboquant`: 4 to 6 bits an element and a scale a vector (the settings k6v5 and k4v4)."""
 
-from __future__ import annotations
-
 import torch
 
 from kvtier.codecs.base import BaseCodec, Mover

@@ -4,8 +4,6 @@ The same bytes as the reference (kvtier.codecs.turboquant.reference). All chunks
 launch.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

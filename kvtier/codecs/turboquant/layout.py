@@ -23,8 +23,6 @@ crosses a byte: the first plane has their low bits, the second those above. A pl
 k4v4, d = 128, T = 256: 34,560 bytes a layer; 32 layers are 270 pages.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -33,8 +33,6 @@ Refused: a vector with NaN, infinity or an element of 65536 or more, and one tha
 is below 2^-20 or above 65504. The tests are written so that NaN fails them.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import NamedTuple

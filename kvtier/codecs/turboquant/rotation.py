@@ -17,8 +17,6 @@ H has entries +-1 and H H^T = d I, so sums of whole numbers stay whole. Without 
 Test vectors: tests/codecs/test_codebooks.py.
 """
 
-from __future__ import annotations
-
 import struct
 from functools import cache
 

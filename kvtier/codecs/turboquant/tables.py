@@ -1,7 +1,5 @@
 """Constants that turboquant's kernels are compiled for, and the matrices and tables that they read."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

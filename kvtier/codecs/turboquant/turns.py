@@ -11,8 +11,6 @@ Each product and each sum is one fp32 operation. The two are inverse, so a base 
 accuracy.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

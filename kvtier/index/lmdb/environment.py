@@ -19,8 +19,6 @@ It adds to LMDB:
 Never open lock.mdb while LMDB has it open: closing the descriptor would release LMDB's locks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging

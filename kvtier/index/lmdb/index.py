@@ -14,8 +14,6 @@ Named databases:
 Every check and its change are in one write transaction.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 import uuid

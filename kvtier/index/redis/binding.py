@@ -1,7 +1,5 @@
 """Check that a Redis index belongs to this root, and start-up errors of its server in terms of the settings (I8)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Time by the Redis server's clock, which leases, notes and the times of sets use: the clocks of the nodes that share
 an index may differ by more than a lease is long."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Compare-and-swap of Redis values in batches, and the entries of all chunks. One round trip to all shards a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice

@@ -4,8 +4,6 @@ Every method is a few round trips, each within the configured timeouts; a resolv
 IndexUnavailable; `kvtier.index.guard` makes that cheap.
 """
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Hashes of the Redis index that all engines share: registered sets, leases, notes. Each field changes by itself."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial

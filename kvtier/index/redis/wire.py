@@ -5,8 +5,6 @@ here: a deadline over a whole batch (redis-py has one for each read of a socket)
 leads to a primary.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
