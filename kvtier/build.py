@@ -318,6 +318,7 @@ def _transfer_jobs(settings: Settings) -> TransferJobs:
         ThreadJobs("loop", 1, 1),
         ThreadJobs("load", queues.load_threads, TASKS_MAX),
         ThreadJobs("save", queues.save_threads, TASKS_MAX),
+        ThreadJobs("tidy", 1, 1),
     )
 
 

@@ -35,6 +35,7 @@ class OpenSegment:
         self.header = header
         self.users = 0
         self.is_forgotten = False
+        self.is_asked = False  # by `close_unlinked`, which waits for the answer
         self.checked_s = time.monotonic()  # when the file was last known to have a name
         self._pool = pool
 
@@ -138,8 +139,9 @@ class OpenSegments:
         self._forget_those(lambda name, segment: name[0] in set_ids)
 
     def close_unlinked(self) -> None:
-        """Close the files of which the file system says that they were unlinked."""
-        self._forget_those(lambda name, segment: segment.is_unlinked() is True)
+        """Close the files of which the file system says that they were unlinked. Another call goes on with the files
+        after one that hangs, which no call asks again until it answers."""
+        self._forget_those(self._is_found_unlinked)
 
     def close_unused(self) -> None:
         """Close what is not in use, so that other files can be opened."""
@@ -151,10 +153,12 @@ class OpenSegments:
         self._forget_those(lambda name, segment: True)
 
     def close_released(self) -> None:
-        """Close forgotten segments that have no users."""
-        with self.lock:
-            closing, self.released = self.released, []
-        for segment in closing:
+        """Close forgotten segments that have no users. Where a close hangs, another call closes the others."""
+        while True:
+            with self.lock:
+                if not self.released:
+                    return
+                segment = self.released.pop(0)
             self._before_close(segment.fd)
             close_file(segment.fd)
 
@@ -170,6 +174,16 @@ class OpenSegments:
                 self._forget(name, segment)
             segment.release()
         self.close_released()
+
+    def _is_found_unlinked(self, name: Name, segment: OpenSegment) -> bool:
+        with self.lock:
+            if segment.is_asked:
+                return False
+            segment.is_asked = True
+        try:
+            return segment.is_unlinked() is True
+        finally:
+            segment.is_asked = False
 
     def _forget(self, name: Name, segment: OpenSegment) -> None:
         """Stop giving out this descriptor. It is closed when it has no users."""

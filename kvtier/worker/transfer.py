@@ -20,7 +20,7 @@ from kvtier.scheduler.load_threshold import LoadCost
 from kvtier.worker.arenas import Pinner
 from kvtier.worker.context import WorkerContext
 from kvtier.worker.loads import Loader
-from kvtier.worker.loop import TransferLoop
+from kvtier.worker.loop import STUCK_S, TransferLoop
 from kvtier.worker.saving import SaveBounds, Saver
 
 TIDY_INTERVAL_S = 2.0  # interval at which segments of removed sets are looked for and closed, seconds
@@ -39,11 +39,12 @@ class Progress(NamedTuple):
 
 class TransferJobs(NamedTuple):
     """Threads of a worker. loop: one, of all loads and saves; load, save: of their work that waits for storage or the
-    index."""
+    index; tidy: one, of what else does."""
 
     loop: Jobs
     load: Jobs
     save: Jobs
+    tidy: Jobs
 
 
 class Transfer:
@@ -119,13 +120,13 @@ class Transfer:
         """Tidy in the background until `close`."""
         if self._pinner is not None:
             self._pinner.start(self._loader.is_busy)
-        self._tickers.append(Ticker("tidy", TIDY_INTERVAL_S, self.tidy))
+        self._tickers.append(Ticker("tidy", TIDY_INTERVAL_S, self._tick))
         if self._worker.files.sharing.may_be_away:
             self._tickers.append(Ticker("recheck", RECHECK_INTERVAL_S, self._loader.rechecks.run))
 
     def tidy(self) -> None:
-        """Take back slots of I/O that hung and has returned; close segments whose sets were removed."""
-        self._loop.look()
+        """Take back slots of I/O that hung and has returned; close segments whose sets were removed. Waits for the
+        storage and the index."""
         self._worker.quarantine.sweep()
         self._worker.close_removed()
         self._worker.io.close_unused()
@@ -140,6 +141,7 @@ class Transfer:
             ticker.close(CLOSE_TIMEOUT_S)
         for jobs in self._jobs:
             jobs.close()
+        self._jobs.tidy.drain(CLOSE_TIMEOUT_S)
         has_tidied = run_within("trim", CLOSE_TIMEOUT_S, self._leave_files)
         has_ended = self._worker.io.close() and not len(self._worker.quarantine)
         if has_ended and has_tidied and not any(jobs.pending() for jobs in self._jobs):
@@ -155,10 +157,17 @@ class Transfer:
             )
         self._worker.index.close()
 
+    def _tick(self) -> None:
+        """Make no call that may hang."""
+        self._loop.look()
+        self._jobs.tidy.submit(self.tidy)
+        # A file may hang when it is asked for its name, or closed: another thread then goes on with the others.
+        self._jobs.tidy.widen(min(STUCK_S, self._worker.timeout_s / 4))
+
     def _leave_files(self) -> None:
         """Give back what our segments do not need, and slots of I/O that has returned. Waits for the storage."""
         # `drain` returns once the work of the last task is done; its thread ends it afterwards.
-        if all(jobs.drain(CLOSE_TIMEOUT_S / 4) for jobs in self._jobs):
+        if all(jobs.drain(CLOSE_TIMEOUT_S / 4) for jobs in self._jobs[:3]):
             self._saver.writer.trim()
         self._worker.quarantine.sweep()
 

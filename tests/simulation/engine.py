@@ -249,6 +249,7 @@ class EngineProcess:
             self._jobs("loop", 1),
             self._jobs("load", build.threads),
             self._jobs("save", build.threads),
+            self._jobs("tidy", 1),
         )
         host = Admission(build.admit)
         arena = Admission(rng.choice(["saved", "never"])) if build.has_host else host

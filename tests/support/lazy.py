@@ -221,7 +221,7 @@ class LazyEngine(Engine):
     def on_threads(self) -> None:
         """Background jobs run on threads after all. Call before anything is moved."""
         self.jobs = TransferJobs(
-            *(ThreadJobs(name, n, 64) for name, n in zip(TransferJobs._fields, (1, 2, 2), strict=True))
+            *(ThreadJobs(name, n, 64) for name, n in zip(TransferJobs._fields, (1, 2, 2, 1), strict=True))
         )
         self.transfers = [Transfer(self.worker, self.jobs, self._admissions, self._bounds)]
 

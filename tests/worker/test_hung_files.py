@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -362,3 +363,57 @@ def test_a_read_that_had_waited_for_its_turn_says_nothing() -> None:
     stuck = StuckFiles(10.0, clock)
     stuck.note_read([(1, 0)], begun_s=96.0)
     assert not stuck.has_any
+
+
+@pytest.mark.parametrize("call", ["fstat", "close"])
+def test_a_file_that_hangs_keeps_no_other_file_open(two_sets: Path, hang: Hang, call: str) -> None:
+    """Files that were unlinked, of which one hangs as it is asked for its name or closed."""
+    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}))
+    for tokens, blocks in ((FIRST, BLOCKS), (SECOND, OTHERS)):
+        assert not reader.load(tokens, blocks)[1][0].failed_blocks
+    files = reader.transfers[0]._worker.files(reader.namespace.id)
+    first, second = (segments_module.segment_name(*name) for name in files._open)
+    hang.names = {first, f"{first} (deleted)"}
+    hang.of(os, call)
+    if call == "fstat":
+        wait_until(lambda: hang.n_hanging)
+        (path,) = two_sets.glob(f"v2/*/{second}")
+        path.unlink()
+    else:
+        for path in two_sets.glob("v2/*/*.kvseg"):
+            path.unlink()
+        wait_until(lambda: hang.n_hanging)
+
+    def is_open(name: str) -> bool:
+        for fd in os.listdir("/proc/self/fd"):
+            with suppress(FileNotFoundError):
+                if f"/{name}" in os.readlink(f"/proc/self/fd/{fd}"):
+                    return True
+        return False
+
+    wait_until(lambda: not is_open(second), timeout_s=20)
+    assert hang.n_hanging == 1 and is_open(first)
+    hang.go_on()
+    reader.close()
+
+
+def test_loads_go_on_beside_an_open_that_hangs_while_another_file_does(two_sets: Path, hang: Hang) -> None:
+    third = list(range(9000, 9000 + 64 * 2))
+    writer = Engine(two_sets)
+    writer.save(third, BLOCKS)
+    writer.close()
+    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}))
+    assert not reader.load(SECOND, OTHERS)[1][0].failed_blocks
+    entries = reader.store.lookup([*reader.keys(FIRST), *reader.keys(SECOND)])
+    assert entries is not None
+    hang.names = {segments_module.segment_name(first_set(entry), 0) for entry in entries}
+    hang.of(os, "fstat")
+    wait_until(lambda: hang.n_hanging)
+    hang.of(os, "open")
+    begin_load(reader, "hangs", FIRST, BLOCKS)
+    wait_until(lambda: hang.n_hanging == 2)
+    begin_load(reader, "other", third, range(100, 108))
+    found = answers(reader, 2, 10)
+    assert found["hangs"].failed_blocks and not found["other"].failed_blocks
+    hang.go_on()
+    reader.close()
