@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Literal, NamedTuple
 
+from kvtier.errors import TierUnavailable
 from kvtier.format.signing import Signer
 from kvtier.io.base import Reader
 from kvtier.io.kvikio import KvikioReader
 from kvtier.io.ring import DeviceRing, Ring, sizes_for
+
+log = logging.getLogger("kvtier")
 
 EngineName = Literal["ring", "kvikio"]
 
@@ -33,6 +37,14 @@ class Engines(NamedTuple):
         """Close files that the caller has closed, and those that were not read lately."""
         if isinstance(self.reader, KvikioReader):
             self.reader.files.close_unused(0.0)
+
+    def widen(self, hung_after_s: float) -> None:
+        """Add threads to rings beside those that hang; see `Ring.widen`. A failure is logged."""
+        for ring in {id(engine): engine for engine in self[:2] if isinstance(engine, Ring)}.values():
+            try:
+                ring.widen(hung_after_s)
+            except TierUnavailable as fault:
+                log.warning("%s", fault)
 
     def close(self) -> bool:
         """Close both. Return False if an operation hangs in the kernel: its threads are left running."""

@@ -44,6 +44,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ),
         ("kvtier_reads_issued", c.c_uint64, []),
         ("kvtier_ring_open", c.c_int, [c.c_char_p, c.POINTER(handle), c.c_char_p, c.c_size_t]),
+        ("kvtier_ring_widen", c.c_int, [handle, c.c_int64, c.c_char_p, c.c_size_t]),
         ("kvtier_ring_close", c.c_int, [handle, c.c_int64]),
         ("kvtier_submit_batches", c.c_int, [handle, c.c_char_p, c.c_char_p, c.c_size_t, c.c_char_p, c.c_void_p]),
         ("kvtier_batches_states", None, [c.c_char_p, c.c_size_t, c.c_char_p]),

@@ -253,6 +253,20 @@ class Ring:
         quick.kvtier_batches_states(handles, len(batches), states)
         return states.raw
 
+    def widen(self, hung_after_s: float) -> None:
+        """Add a thread for each one in a file of which no call has returned for `hung_after_s`, up to `threads`; end
+        those added before that are not needed any more. Such a file gets no further thread until a call returns.
+
+        Raises TierUnavailable when threads cannot be started.
+        """
+        message = Message()
+        with self._lock:
+            if self._handle is None or self._pid != os.getpid():
+                return
+            error = library.kvtier_ring_widen(self._handle, int(hung_after_s * 1e9), *message.room)
+        if error:
+            raise TierUnavailable(f"I/O threads cannot be started beside those that hang: {message.of(error)}")
+
     def close(self, timeout_s: float = 1.0) -> bool:
         """Cancel queued operations and end the threads. Return False if some hang in the kernel: they keep running."""
         with self._lock:

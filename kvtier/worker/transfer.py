@@ -25,6 +25,7 @@ from kvtier.worker.saving import SaveBounds, Saver
 
 TIDY_INTERVAL_S = 2.0  # interval at which segments of removed sets are looked for and closed, seconds
 CLOSE_TIMEOUT_S = 1.0
+HUNG_IO_S = 5.0  # a file of which no read or write ends for so long hangs, seconds; at most a quarter of the timeout
 
 log = logging.getLogger("kvtier")
 
@@ -159,10 +160,12 @@ class Transfer:
 
     def _tick(self) -> None:
         """Make no call that may hang."""
+        quarter_s = self._worker.timeout_s / 4
         self._loop.look()
+        self._worker.io.widen(min(HUNG_IO_S, quarter_s))
         self._jobs.tidy.submit(self.tidy)
         # A file may hang when it is asked for its name, or closed: another thread then goes on with the others.
-        self._jobs.tidy.widen(min(STUCK_S, self._worker.timeout_s / 4))
+        self._jobs.tidy.widen(min(STUCK_S, quarter_s))
 
     def _leave_files(self) -> None:
         """Give back what our segments do not need, and slots of I/O that has returned. Waits for the storage."""

@@ -139,6 +139,11 @@ EXPORT int kvtier_ring_open(const EngineOptions* options, kvtier_ring** ring, ch
   return without_exceptions(message, message_bytes, [&] { *ring = new kvtier_ring(Engine::start(*options)); });
 }
 
+// See Engine::widen.
+EXPORT int kvtier_ring_widen(kvtier_ring* ring, int64_t hung_after_ns, char* message, size_t message_bytes) {
+  return without_exceptions(message, message_bytes, [&] { (*ring)->widen(std::chrono::nanoseconds(hung_after_ns)); });
+}
+
 // Frees the handle. Returns 1 if all threads have ended, 0 if some hang and keep running.
 EXPORT int kvtier_ring_close(kvtier_ring* ring, int64_t timeout_ns) {
   const bool ended = (*ring)->close(std::chrono::nanoseconds(timeout_ns));

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 namespace kvtier {
 namespace {
@@ -22,23 +23,47 @@ Engine::Engine(const EngineOptions& options)
 
 std::shared_ptr<Engine> Engine::start(const EngineOptions& options) {
   std::shared_ptr<Engine> engine(new Engine(options));
-  std::vector<std::unique_ptr<DeviceStage>> stages(options.threads);
-  if (options.has_device())
-    stages = open_stages(options.device_ordinal, options.threads, options.device_slots, options.device_piece_bytes);
   try {
-    for (uint32_t i = 0; i < options.threads; i++) {
-      auto gaps = std::make_unique<Gaps>();
-      std::lock_guard<std::mutex> lock(engine->mutex_);
-      std::thread([engine, stage = std::move(stages[i]), gaps = std::move(gaps)]() mutable {
-        engine->work(std::move(stage), std::move(gaps));
-      }).detach();
-      engine->threads_alive_++;
-    }
+    engine->add_threads(options.threads, false);
   } catch (...) {
     engine->close(std::chrono::seconds(1));
     throw;
   }
   return engine;
+}
+
+void Engine::add_threads(uint32_t n, bool stand_in) {
+  std::vector<std::unique_ptr<DeviceStage>> stages(n);
+  if (options_.has_device())
+    stages = open_stages(options_.device_ordinal, n, options_.device_slots, options_.device_piece_bytes);
+  for (std::unique_ptr<DeviceStage>& stage : stages) {
+    auto gaps = std::make_unique<Gaps>();
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::thread([engine = shared_from_this(), stage = std::move(stage), gaps = std::move(gaps), stand_in]() mutable {
+      engine->work(std::move(stage), std::move(gaps), stand_in);
+    }).detach();
+    threads_alive_++;
+    stand_ins_ += stand_in;
+  }
+}
+
+void Engine::widen(std::chrono::nanoseconds hung_after) {
+  const auto moved_before = std::chrono::steady_clock::now() - hung_after;
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (stop_) return;
+  uint32_t held = 0;
+  for (auto& [fd, file] : files_) {
+    if (file.threads > 0 && !file.hangs && file.moved < moved_before) {
+      file.hangs = true;
+      hung_files_++;
+    }
+    if (file.hangs) held += file.threads;
+  }
+  stand_ins_wanted_ = std::min(held, options_.threads);
+  if (stand_ins_ > stand_ins_wanted_) work_or_stop_.notify_all();
+  const uint32_t missing = stand_ins_wanted_ - std::min(stand_ins_wanted_, stand_ins_);
+  lock.unlock();
+  add_threads(missing, true);
 }
 
 int Engine::submit(const std::shared_ptr<Batch>& batch) {
@@ -95,12 +120,12 @@ bool Engine::close(std::chrono::nanoseconds timeout) {
   return thread_ended_.wait_until(lock, deadline, [this] { return threads_alive_ == 0; });
 }
 
-void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps) {
+void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps, bool stand_in) {
   become_worker();
   if (stage) stage->enter();
   Writer writer;
   std::unique_lock<std::mutex> lock(mutex_);
-  while (!stop_) {
+  while (!stop_ && !(stand_in && stand_ins_ > stand_ins_wanted_)) {
     const bool copying = stage && !stage->empty();
     const int kind = choose();
     if (kind < 0 && !copying) {
@@ -117,18 +142,15 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps
       continue;
     }
     Run run = take(kind);
-    const int fd = run.pieces.front().op->spec.fd;
+    const int fd = run.fd();
     lock.unlock();
     // Copies that have ended are reported before this thread reads or writes something else.
     while (copying && !stage->empty() && stage->oldest_is_done()) finish_oldest(*stage, writer);
     perform(std::move(run), stage.get(), *gaps, writer);
     lock.lock();
-    if (kind == kWrite) {
-      writing_--;
-      if (--writers_[fd] == 0) writers_.erase(fd);
-      if (!lanes_[kWrite].empty()) work_or_stop_.notify_one();
-    }
+    give_back(kind, fd);
   }
+  stand_ins_ -= stand_in;
   lock.unlock();
   // Copies in flight end before their slots and their stream are freed.
   while (stage && !stage->empty()) finish_oldest(*stage, writer);
@@ -137,61 +159,79 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps
   if (--threads_alive_ == 0) thread_ended_.notify_all();
 }
 
-int Engine::choose() {
-  const bool reads = !lanes_[kRead].empty(), writes = !lanes_[kWrite].empty();
+int Engine::choose() const {
+  const bool reads = has_work(kRead), writes = has_work(kWrite);
   if (reads && writes) {
     const bool turn = reads_in_a_row_ >= kReadsPerWrite - 1;
-    return turn && writing_ < (options_.threads + 1) / 2 ? kWrite : kRead;
+    return turn && writing_ < stand_ins_ + (options_.threads + 1) / 2 ? kWrite : kRead;
   }
   if (reads) return kRead;
   // One thread does not write, so that an arriving read never waits for writes alone.
-  const uint32_t writers_max = options_.threads > 1 ? options_.threads - 1 : 1;
+  const uint32_t writers_max = stand_ins_ + (options_.threads > 1 ? options_.threads - 1 : 1);
   return writes && writing_ < writers_max ? kWrite : -1;
 }
 
-Run Engine::take_write() {
-  std::deque<std::shared_ptr<Batch>>& queue = lanes_[kWrite];
-  // Writes to one file exclude each other on most file systems: threads spread over the files that wait.
-  size_t chosen = 0;
-  Op* best = nullptr;
+Engine::Next Engine::find(int kind) const {
+  const std::deque<std::shared_ptr<Batch>>& queue = lanes_[kind];
+  Next next;
   uint32_t fewest = UINT32_MAX;
-  for (size_t i = 0; i < std::min(queue.size(), kLookAhead) && fewest > 0; i++) {
-    Lane& lane = queue[i]->lane(kWrite);
+  size_t searched = 0;  // batches that do not wait for a file that hangs
+  for (size_t i = 0; i < queue.size() && searched < kLookAhead && fewest > 0; i++) {
+    const Lane& lane = queue[i]->lane(kind);
+    bool waits = true;
     for (size_t k = lane.next; k < lane.ops.size() && fewest > 0; k++) {
       Op& op = queue[i]->op(lane.ops[k]);
       if (op.is_given_out()) continue;
-      const auto known = writers_.find(op.spec.fd);
-      const uint32_t writers = known == writers_.end() ? 0 : known->second;
-      if (writers < fewest) {
-        fewest = writers;
-        chosen = i;
-        best = &op;
+      const auto found = files_.find(op.spec.fd);
+      const InUse file = found == files_.end() ? InUse() : found->second;
+      // A file that hangs gets a second thread if no other file waits: a flush may take long where writes do not.
+      if (file.hangs && file.threads > 1) continue;
+      waits &= file.hangs;
+      // Writes to one file exclude each other on most file systems: threads spread over the files that wait.
+      const uint32_t threads = kind == kRead && !file.hangs ? 0 : file.threads;
+      if (threads < fewest) {
+        fewest = threads;
+        next = {i, &op};
       }
     }
+    searched += !waits;
   }
-  const std::shared_ptr<Batch> batch = queue[chosen];
-  Run run{{piece_of(*best)}};
-  give_out(batch, kWrite, run.pieces.front());
-  if (batch->lane(kWrite).empty()) queue.erase(queue.begin() + static_cast<std::ptrdiff_t>(chosen));
-  writing_++;
-  writers_[best->spec.fd]++;
-  reads_in_a_row_ = 0;
-  return run;
+  return next;
 }
 
 Run Engine::take(int kind) {
-  if (kind == kWrite) return take_write();
   std::deque<std::shared_ptr<Batch>>& queue = lanes_[kind];
-  const std::shared_ptr<Batch> batch = queue.front();
-  Run run{{next_piece(*batch, kind)}};
-  if (give_out(batch, kind, run.pieces.front())) {
+  const Next next = find(kind);
+  const auto place = queue.begin() + static_cast<std::ptrdiff_t>(next.batch);
+  const std::shared_ptr<Batch> batch = *place;
+  Run run{{piece_of(*next.op)}};
+  const bool whole = give_out(batch, kind, run.pieces.front());
+  if (kind == kWrite) {
+    if (batch->lane(kind).empty()) queue.erase(place);
+    writing_++;
+  } else if (whole) {
     // Batches take turns, an operation or a run each, so that adjacent pieces are read together.
-    queue.pop_front();
+    queue.erase(place);
     take_neighbours(run, batch, kind);
     if (!batch->lane(kind).empty()) queue.push_back(batch);
   }
-  reads_in_a_row_ = lanes_[kWrite].empty() ? 0 : reads_in_a_row_ + 1;
+  reads_in_a_row_ = kind == kWrite || lanes_[kWrite].empty() ? 0 : reads_in_a_row_ + 1;
+  InUse& file = files_[run.fd()];
+  if (file.threads++ == 0) file.moved = std::chrono::steady_clock::now();
   return run;
+}
+
+void Engine::give_back(int kind, int fd) {
+  InUse& file = files_[fd];
+  file.moved = std::chrono::steady_clock::now();
+  if (std::exchange(file.hangs, false)) {
+    hung_files_--;
+    work_or_stop_.notify_all();
+  }
+  file.threads--;
+  if (kind != kWrite) return;
+  writing_--;
+  if (!lanes_[kWrite].empty()) work_or_stop_.notify_one();
 }
 
 // A run of a piece's size has no room for neighbours. A neighbour is a whole operation: the first of several pieces

@@ -4,8 +4,11 @@
 // read passes through the thread's DeviceStage, in pieces of another size, and is summed by the device. Smaller reads
 // that are adjacent in the file and wait at the same time are read together, up to the size of a piece.
 //
+// A file whose calls hang in the kernel takes no thread from other files: see Engine::widen.
+//
 // Loading the library starts no thread; an engine belongs to the process that made it.
 #pragma once
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -44,6 +47,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Drops the pieces not yet taken; their operations end with ECANCELED once the pieces in flight have returned.
   void cancel(const std::shared_ptr<Batch>& batch);
 
+  // Takes the files of which no call has returned for `hung_after` as hanging. They get no further thread until one
+  // returns, and other threads stand in for those that they hold, at most `threads`; these end with a later call.
+  // Throws CudaFailed, or std::system_error when threads cannot be started.
+  void widen(std::chrono::nanoseconds hung_after);
+
   // Cancels queued operations and waits for the threads until `timeout`; one that hangs in the kernel keeps its own
   // reference to the engine. True when all have ended.
   bool close(std::chrono::nanoseconds timeout);
@@ -51,13 +59,27 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool has_device() const { return options_.has_device(); }
 
  private:
+  // File in use by threads, each with a run of it.
+  struct InUse {
+    uint32_t threads = 0;
+    bool hangs = false;
+    std::chrono::steady_clock::time_point moved;  // when a call last returned, or the first thread began
+  };
+  struct Next {
+    size_t batch = 0;  // position in the lane
+    Op* op = nullptr;  // null: none
+  };
+
   explicit Engine(const EngineOptions& options);
-  void work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps);
+  void add_threads(uint32_t n, bool stand_in);
+  void work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps, bool stand_in);
   // Under mutex_:
-  int choose();  // lane of the next run, or -1
+  int choose() const;  // lane of the next run, or -1
+  Next find(int kind) const;  // the operation of which the next run is
+  bool has_work(int kind) const { return hung_files_ == 0 ? !lanes_[kind].empty() : find(kind).op != nullptr; }
   Run take(int kind);
-  Run take_write();  // of the file that the fewest threads write
   void take_neighbours(Run& run, const std::shared_ptr<Batch>& batch, int kind);
+  void give_back(int kind, int fd);  // of the thread that has moved a run
   Piece next_piece(Batch& batch, int kind) const;  // not taken yet: without its batch
   Piece piece_of(Op& op) const;  // its next piece, without its batch
   bool give_out(const std::shared_ptr<Batch>& batch, int kind, Piece& piece);  // true: its operation's last piece
@@ -80,10 +102,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::deque<std::shared_ptr<Batch>> lanes_[kLanes];  // batches with pieces of that kind to take
   size_t queued_ops_ = 0;
   uint32_t threads_alive_ = 0;
+  uint32_t stand_ins_ = 0, stand_ins_wanted_ = 0;  // threads beside the engine's own
   uint32_t idle_ = 0;                     // threads that wait for work
   uint32_t writing_ = 0;                  // threads with a write piece
   uint32_t reads_in_a_row_ = 0;           // runs taken while writes waited
-  std::unordered_map<int, uint32_t> writers_;  // threads that hold a write piece, by file descriptor; none of them 0
+  std::unordered_map<int, InUse> files_;  // by file descriptor; those not in use any more stay
+  uint32_t hung_files_ = 0;               // of files_
   bool stop_ = false;
 };
 
