@@ -6,8 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-TIMEOUT_S = 120.0
-"""On a machine that runs more than it can."""
+TIMEOUT_S = 120.0  # on a machine that runs more than it can
 
 
 def wait_until(is_so: Callable[[], object], what: str = "what was waited for", timeout_s: float = TIMEOUT_S) -> None:

@@ -24,16 +24,14 @@ from tests.crash.images import INDEX, Step
 from tests.crash.record_writes import CHUNKS, SEGMENT_BYTES, SHAPE, tokens_of
 from tests.support.rig import Engine
 
-TARGET = [10]
-"""The block that is loaded into."""
+TARGET = [10]  # the block that is loaded into
 READER = {
     "segment_bytes": 2 * SEGMENT_BYTES,
     "capacity_bytes": 64 << 20,
     "host": {"arena_bytes": 1 << 20, "admit": "never"},
 }
 """It has room enough, so that it evicts nothing, and keeps nothing in memory."""
-LATER_S = 10_000.0
-"""After so long no writer is believed to live, and what is in no index is nobody's."""
+LATER_S = 10_000.0  # after so long no writer is believed to live, and what is in no index is nobody's
 
 
 class Saved:

@@ -88,8 +88,7 @@ class Inode:
             del versions[:-1]
 
 
-Choose = Callable[[list[bytes | None]], bytes | None]
-"""Which version of a page the disk has."""
+Choose = Callable[[list[bytes | None]], bytes | None]  # which version of a page the disk has
 
 
 def newest(versions: list[bytes | None]) -> bytes | None:

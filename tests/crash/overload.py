@@ -89,8 +89,7 @@ class Overload:
     writers: list[int] = field(default_factory=list)
     kills: int = 0
     disk_bytes_max: int = 0
-    tenants: dict[int, str] = field(default_factory=dict)
-    """Of every set that was seen in the index."""
+    tenants: dict[int, str] = field(default_factory=dict)  # of every set that was seen in the index
     tenant_bytes_max: dict[str, int] = field(default_factory=lambda: dict.fromkeys(QUOTA_SETS, 0))
 
     @property

@@ -24,8 +24,7 @@ RANKS = 2
 SLOTS = 3
 SEGMENT_BYTES = PAGE_BYTES + SLOTS * (PAGE_BYTES + 2 * SLAB_BYTES)
 CAPACITY_SETS = 3
-CHUNKS = (3, 3, 2, 2)
-"""Of each prompt. The third leaves its set unfinished, so that its writer's end cuts it."""
+CHUNKS = (3, 3, 2, 2)  # of each prompt. The third leaves its set unfinished, so that its writer's end cuts it.
 
 
 def tokens_of(number: int) -> list[int]:

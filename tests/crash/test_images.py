@@ -20,8 +20,7 @@ from tests.crash.images import INDEX, Choose, Image, Kind, Losing, Step, newest,
 
 HERE = Path(__file__).parent
 SEED = 20261122
-NAMES_BEHIND_MAX = 12
-"""Steps by which the names on the disk may be behind the bytes."""
+NAMES_BEHIND_MAX = 12  # steps by which the names on the disk may be behind the bytes
 PASSING = ("v2/.write-test-", "v2/.direct-io-probe-", "mark-")
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler for what records the writes")
 

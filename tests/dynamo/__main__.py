@@ -20,8 +20,7 @@ from pathlib import Path
 
 from tests.dynamo.stack import PROMPT_TOKENS, STORED_BLOCKS, STORED_TOKENS, Reply, Stack, prompt
 
-TAKEN_BACK_S = 6.0
-"""After an eviction: a check of the announcements is due every two seconds."""
+TAKEN_BACK_S = 6.0  # after an eviction: a check of the announcements is due every two seconds
 PUBLISHED_S = 2.0
 BUSY_TOKENS = 1500
 

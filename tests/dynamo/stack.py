@@ -28,8 +28,7 @@ PROMPT_TOKENS = 1500
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 32
 STORED_TOKENS = PROMPT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
 STORED_BLOCKS = STORED_TOKENS // BLOCK_TOKENS
-CACHE_BLOCKS = 160
-"""Of each engine's own cache: three prompts and a bit, so that four more push one out."""
+CACHE_BLOCKS = 160  # of each engine's own cache: three prompts and a bit, so that four more push one out
 ENGINE = f"--max-model-len 4096 --enforce-eager --dtype float32 --num-gpu-blocks-override {CACHE_BLOCKS}".split()
 SETTINGS = """\
 root: {root}

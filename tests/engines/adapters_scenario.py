@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
-PROJECTIONS = {"q_proj": 128, "k_proj": 64, "v_proj": 64}
-"""Rows of those of models.py's "llama"."""
+PROJECTIONS = {"q_proj": 128, "k_proj": 64, "v_proj": 64}  # rows of those of models.py's "llama"
 HIDDEN, RANK, LAYERS = 128, 8, 4
 
 

@@ -19,10 +19,8 @@ from tests.redis_server import Server
 from tests.waiting import wait_until
 
 POOL = list(range(16))
-ARCHIVE = list(range(1000, 1008))
-"""Asked for after each fault alone: what was published before it must be there."""
-NEW = 2_000
-"""Prompts that are asked for after each fault for the first time begin here: they must be saved."""
+ARCHIVE = list(range(1000, 1008))  # asked for after each fault alone: what was published before it must be there
+NEW = 2_000  # prompts that are asked for after each fault for the first time begin here: they must be saved
 FRESH = 1_000_000
 """The load's new prompts: those of the n-th engine that was started begin at (n + 1) times this, up to nine."""
 RECENT = 2

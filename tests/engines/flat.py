@@ -13,10 +13,8 @@ MEMORY_MIB = 48.0
 an engine that computes the same prompts without the tier: malloc's fragments, and the test's own notes of what was
 saved and loaded (about 10 MiB in half an hour)."""
 CONTROL = "alone"
-DESCRIPTORS = 8
-"""The same of descriptors that are not of segments: connections and files that come and go."""
-WARM_UP = 1 / 3
-"""Of an engine's looks, so many do not count: arenas and caches are touched for the first time."""
+DESCRIPTORS = 8  # growth of descriptors that are not of segments: connections and files that come and go
+WARM_UP = 1 / 3  # of an engine's looks, so many do not count: arenas and caches are touched for the first time
 LOOKS_MIN = 40
 """An engine that was looked at less often lived too short to say anything: ten minutes, for within the first ones it
 grows by 100 MiB."""

@@ -20,13 +20,10 @@ from tests.engines.fleet_prompts import whole_tokens
 
 START_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 600.0
-MARGIN = 1e-3
-"""Below it, the next token is so near that sums in another order may choose it."""
+MARGIN = 1e-3  # below it, the next token is so near that sums in another order may choose it
 
-Prompt = tuple[int, tuple[int, ...]]
-"""A prompt's number; of a second turn with the answer of the first."""
-REFERENCES = 48
-"""Asked for at once: so many are computed within ANSWER_TIMEOUT_S on any machine."""
+Prompt = tuple[int, tuple[int, ...]]  # a prompt's number; of a second turn with the answer of the first
+REFERENCES = 48  # asked for at once: so many are computed within ANSWER_TIMEOUT_S on any machine
 CONNECT_MS, REPLY_MS = 300.0, 300.0
 SETTINGS: dict[str, Any] = {
     "capacity_bytes": "6GiB",

@@ -27,10 +27,8 @@ from lookup_watch import LookupWatch
 from vllm import LLM, SamplingParams
 
 MAX_TOKENS = 6
-WAVE = 4
-"""Requests of the load at once."""
-Asked = int | tuple[int, list[int]]
-"""A prompt's number; of a second turn with the answer of the first."""
+WAVE = 4  # requests of the load at once
+Asked = int | tuple[int, list[int]]  # a prompt's number; of a second turn with the answer of the first
 
 
 class Member:

@@ -6,13 +6,11 @@ import random
 from collections.abc import Sequence
 
 CHUNK_TOKENS = 64
-GROUP = 1000
-"""Prompts of one group of numbers share some beginnings; those of different groups share nothing."""
+GROUP = 1000  # prompts of one group of numbers share some beginnings; those of different groups share nothing
 SHARED_TOKENS = (128, 192, 320)
 OWN_TOKENS = (40, 64, 130, 200, 333)
 VOCABULARY = range(3, 512)
-TURNS = 10_000_000
-"""What answers a second turn: the number of its first turn and this."""
+TURNS = 10_000_000  # what answers a second turn: the number of its first turn and this
 SAID_TOKENS = 100
 
 

@@ -21,12 +21,9 @@ from kvtier.maintenance.record_check import RecordVerdict, judge
 from kvtier.storage.segments import SegmentFiles, segment_name
 from tests.engines.fleet_prompts import CHUNK_TOKENS, prompt
 
-Segment = tuple[int, int]
-"""(set, part)."""
-Slot = tuple[int, int, int]
-"""(set, part, slot)."""
-Chunks = list[list[Slot]]
-"""Where each chunk of a prompt lies, from its first one on."""
+Segment = tuple[int, int]  # (set, part)
+Slot = tuple[int, int, int]  # (set, part, slot)
+Chunks = list[list[Slot]]  # where each chunk of a prompt lies, from its first one on
 
 
 @dataclass

@@ -22,8 +22,7 @@ from tests.conformance.index_suite import at, keys, put_set, record
 from .fakes import FakeStore
 
 SAVED, PRESENT, FAILED = SaveOutcome.SAVED, SaveOutcome.PRESENT, SaveOutcome.FAILED
-BLOCKS = 2
-"""Of a chunk."""
+BLOCKS = 2  # of a chunk
 MANY = 1000
 
 

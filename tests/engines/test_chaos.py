@@ -37,10 +37,8 @@ SETTINGS = {
     "touch_interval_s": 2.0,
 }
 LONG_FORM_ONLY = ("every file operation hangs", "reads fail (EIO)")
-PATIENCE_MS = 1000.0
-"""Of the index: Redis shares this machine's cores with all engines."""
-BLOCKS = 512
-"""Of each engine: all are touched within a minute, so that its memory grows no more."""
+PATIENCE_MS = 1000.0  # of the index: Redis shares this machine's cores with all engines
+BLOCKS = 512  # of each engine: all are touched within a minute, so that its memory grows no more
 
 
 @contextmanager

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-KV_NOISE = 1e-4
-"""Float32 sums in another order (another batch, another chunk of a prefill) differ by about 1e-5."""
+KV_NOISE = 1e-4  # float32 sums in another order (another batch, another chunk of a prefill) differ by about 1e-5
 
 WITH_ASYNC, WITHOUT_ASYNC = {"async_scheduling": True}, {"async_scheduling": False}
 """On a CPU vLLM turns it off whatever is asked for; only the second runner is let have it here (second_runner.py)."""

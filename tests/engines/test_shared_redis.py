@@ -37,14 +37,11 @@ POOL = list(range(24))
 ARCHIVE = list(range(1000, 1009))
 """Asked for at the beginning and after each fault, never between: hits on it are of entries that came back."""
 SECRET = "correct-horse"
-FRESH = 1_000_000
-"""The load's new prompts: those of engine n begin at (n + 1) times this."""
+FRESH = 1_000_000  # the load's new prompts: those of engine n begin at (n + 1) times this
 RECOVERY_TIMEOUT_S = 240.0
 LOOKUP_BOUND_S = (CONNECT_MS + REPLY_MS) / 1000
-CALL_BOUND_S = 0.25
-"""Of one call on the scheduler's thread: it waits for 2 ms, the rest is this machine's."""
-QUIET_S = 0.5
-"""A machine that runs little else adds at most this to any wait."""
+CALL_BOUND_S = 0.25  # of one call on the scheduler's thread: it waits for 2 ms, the rest is this machine's
+QUIET_S = 0.5  # a machine that runs little else adds at most this to any wait
 SHORT_WINDOW_S = 4.0
 """A fault lasts this long. A call that waits for its end takes as long; a shorter wait may be the busy machine's."""
 

@@ -186,8 +186,7 @@ def test_nobody_who_waits_for_a_slot_takes_the_one_that_was_just_read_into(late:
 
 # --- what strangers plant is not ---
 
-Records = dict[int, tuple[RecordHeader, np.ndarray, list[bytes]]]
-"""slot -> header, slabs (heads, bytes) and tags."""
+Records = dict[int, tuple[RecordHeader, np.ndarray, list[bytes]]]  # slot -> header, slabs (heads, bytes) and tags
 
 
 def records_of(path: Path) -> tuple[SegmentHeader, Records]:

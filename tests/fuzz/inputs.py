@@ -33,8 +33,7 @@ STRANGE_YAML = (
     "g: &g [*f,*f,*f,*f,*f,*f,*f,*f,*f]\nroot: [*g,*g,*g,*g,*g,*g,*g,*g,*g]",
 )  # fmt: skip
 
-Change = Callable[[random.Random, bytes, Sequence[bytes]], bytes]
-"""Of an input, with the others at hand."""
+Change = Callable[[random.Random, bytes, Sequence[bytes]], bytes]  # of an input, with the others at hand
 
 
 def _place(rng: random.Random, n_bytes: int) -> int:

@@ -17,12 +17,10 @@ from tests.fuzz import configuration, documents, formats, inputs
 
 CORPUS = Path(__file__).parent / "corpus"
 SEED = 20261123
-CPU_S_MAX = 10.0
-"""For one input of at most a few hundred KiB."""
+CPU_S_MAX = 10.0  # for one input of at most a few hundred KiB
 SOURCES = {formats: inputs.BYTES, documents: inputs.JSON, configuration: (*inputs.YAML, *inputs.JSON)}
 TARGETS = {name: (module, changes) for module, changes in SOURCES.items() for name in module.SEEDS}
-SLOW = {"settings_file": 40, "secret_file": 30, "notes": 80, "safetensors_header": 120}
-"""Fewer inputs of these."""
+SLOW = {"settings_file": 40, "secret_file": 30, "notes": 80, "safetensors_header": 120}  # fewer inputs of these
 USUAL = 250
 
 

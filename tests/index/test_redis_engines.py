@@ -19,10 +19,8 @@ from tests.waiting import wait_until
 pytestmark = has_redis
 
 CHUNK, PER = 64, 4
-BUSY_S = 30.0
-"""What a busy machine may add."""
-REPLY_MS, CONNECT_MS = 300.0, 300.0
-"""Of the test that is about them."""
+BUSY_S = 30.0  # what a busy machine may add
+REPLY_MS, CONNECT_MS = 300.0, 300.0  # of the test that is about them
 
 
 @pytest.fixture

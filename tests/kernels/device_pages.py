@@ -25,8 +25,7 @@ FLASH = {  # the same axes, of which each token's content is one of K and V
     "2BNHD": (0, 5, 1, 3, 2, 4),
     "2BHND": (0, 5, 1, 2, 3, 4),
 }
-LAYOUTS = (*ORDERS, *FLASH)
-"""Of models whose K and V are alike. MLA's are "mla3" and "mla4"."""
+LAYOUTS = (*ORDERS, *FLASH)  # of models whose K and V are alike. MLA's are "mla3" and "mla4".
 
 
 @dataclass(frozen=True)

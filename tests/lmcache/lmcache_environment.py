@@ -14,8 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("0.5.3", "0.5.6")
 REQUIREMENTS = ROOT / "requirements" / "lmcache.txt"
 INSTALL_TIMEOUT_S = 600.0
-OUTSIDE = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
-"""For its processes: no telemetry, no banner."""
+OUTSIDE = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}  # for its processes: no telemetry, no banner
 
 
 def environment(version: str) -> Path:

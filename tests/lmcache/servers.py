@@ -18,10 +18,8 @@ from tests.redis_server import free_port
 from tests.waiting import wait_until
 
 START_TIMEOUT_S, BENCH_TIMEOUT_S, STOP_TIMEOUT_S = 180.0, 240.0, 60.0
-CHUNKS = 4
-"""Of each of the client's requests: 1,024 tokens."""
-SHAPE = "(2,256,16,4,64):float16:8"
-"""Of the KV: 8 layers of 4 heads of 64; a chunk of 256 tokens is an object of 2 MiB."""
+CHUNKS = 4  # of each of the client's requests: 1,024 tokens
+SHAPE = "(2,256,16,4,64):float16:8"  # of the KV: 8 layers of 4 heads of 64; a chunk of 256 tokens is an object of 2 MiB
 OBJECT_BYTES = 2 << 20
 _LOOKUP = re.compile(r"\[seq (\d+)/(cold|warm)\] LOOKUP: (\d+)/\d+ chunks hit")
 _CHECKSUM = re.compile(r"\[seq (\d+)/(cold|warm)\] CHECKSUM: (\w+) ")

@@ -39,8 +39,7 @@ from tests.redis_server import Server, has_redis
 from tests.support.rig import Engine
 from tests.waiting import wait_until
 
-SIZES = (0, 1, 4087, 4088, 4089, 5000, 12_280)
-"""Of 4088 bytes and their length a page is full."""
+SIZES = (0, 1, 4087, 4088, 4089, 5000, 12_280)  # of 4088 bytes and their length a page is full
 
 
 @pytest.fixture

@@ -23,8 +23,7 @@ ANSWER_TIMEOUT_S = 60.0  # seconds
 @dataclass
 class Running:
     process: subprocess.Popen[str]
-    address: str
-    """As it says itself, such as http://127.0.0.1:40123"""
+    address: str  # as it says itself, such as http://127.0.0.1:40123
 
     @property
     def port(self) -> int:

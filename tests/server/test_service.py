@@ -17,8 +17,7 @@ from kvtier.server.service import Service
 from kvtier.storage.root import open_root
 from tests.server.serving import TOKENS, fill
 
-TIMEOUT_S = 60.0
-"""That nothing hangs; what takes so long on a busy machine does not hang."""
+TIMEOUT_S = 60.0  # of calls that must not hang, also on a busy machine, seconds
 
 
 class Mount:

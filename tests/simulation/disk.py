@@ -20,8 +20,7 @@ from tests.simulation.runtime import Runtime
 STALE_S = 8.0  # time for which an open descriptor may show what was there before another process's flush
 AWAY_S = 20.0  # longest time for which a segment is missing
 
-Segment = tuple[int, int]
-"""(set id, part)"""
+Segment = tuple[int, int]  # (set id, part)
 
 
 @dataclass

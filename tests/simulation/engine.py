@@ -54,8 +54,7 @@ N_BLOCKS = 40
 SHARED_WAIT_S = 0.5
 ANSWER_TIMEOUT_S = 1.0
 JOBS_MAX = 16
-CUTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
-"""(tensor-parallel size, pipeline stages)"""
+CUTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))  # (tensor-parallel size, pipeline stages)
 
 
 @dataclass(frozen=True)

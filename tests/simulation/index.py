@@ -14,8 +14,7 @@ from kvtier.errors import IndexUnavailable
 from kvtier.index.base import EVICT_LEASE, Index, Location, NewRecord, SetInfo
 from tests.simulation.runtime import Process, Runtime
 
-REMEMBERED_MAX = 256
-"""Entries of a while ago, for stale answers."""
+REMEMBERED_MAX = 256  # entries of a while ago, for stale answers
 
 
 @dataclass

@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 import greenlet
 
 START_S = 1_700_000_000.0
-BUSY_CHANCE, BUSY_MAX_S = 0.02, 0.02
-"""How often time moves although something could run, and how far at most."""
-ENGINE_WAIT_MAX_S = 0.05
-"""No wait of an engine's own thread lasts longer while nothing else can run (I4, I10)."""
+BUSY_CHANCE, BUSY_MAX_S = 0.02, 0.02  # how often time moves although something could run, and how far at most
+ENGINE_WAIT_MAX_S = 0.05  # no wait of an engine's own thread lasts longer while nothing else can run (I4, I10)
 
 
 @dataclass(eq=False)

@@ -19,8 +19,7 @@ from tests.simulation.truth import BLOCK_TOKENS, CHUNK_BLOCKS, CHUNK_TOKENS, Byt
 
 ANSWER_SLACK_S = 0.75
 """A load is answered so long after its deadline at the latest (I10): there are polls of other ranks before."""
-TAIL = 0x5A
-"""What blocks behind the last whole chunk hold."""
+TAIL = 0x5A  # what blocks behind the last whole chunk hold
 
 
 class State(Enum):

@@ -17,13 +17,11 @@ from kvtier.kernels.paged import PagedKV, PagedLayer
 LAYERS, HEADS, VECTOR_BYTES = 2, 2, 16
 BLOCK_TOKENS, CHUNK_BLOCKS = 4, 2
 CHUNK_TOKENS = BLOCK_TOKENS * CHUNK_BLOCKS
-CANARY = 0xA5
-"""Fills blocks that nobody may write into."""
+CANARY = 0xA5  # fills blocks that nobody may write into
 
 SHAPE = Geometry(LAYERS, HEADS, VECTOR_BYTES, VECTOR_BYTES, "uint8", 1, "heads", CHUNK_TOKENS)
 Bytes = npt.NDArray[np.uint8]
-Identity = tuple[str, str, tuple[int, ...]]
-"""(weights, salt, all tokens up to the chunk's end)"""
+Identity = tuple[str, str, tuple[int, ...]]  # (weights, salt, all tokens up to the chunk's end)
 
 
 def value_of(identity: Identity) -> Bytes:

@@ -40,13 +40,11 @@ from tests.simulation.runtime import Process, Runtime
 from tests.simulation.serving import Prompt, Seat, Serving
 from tests.simulation.truth import BLOCK_TOKENS, CHUNK_BLOCKS, CHUNK_TOKENS
 
-SET_BYTES = 4 * (PAGE_BYTES + 3 * 3 * PAGE_BYTES)
-"""More or less."""
+SET_BYTES = 4 * (PAGE_BYTES + 3 * 3 * PAGE_BYTES)  # about the size of a set, bytes
 SETTLE_S = 6.0  # time for what was saved last to be answered: a read once more, tidying, seconds
 CALM_S = 400.0
 ORPHANS_S = 700.0
-LEASE_WAITS_MAX = 100
-"""Of ORPHANS_S each: more than clocks jump in a run."""
+LEASE_WAITS_MAX = 100  # of ORPHANS_S each: more than clocks jump in a run
 
 
 class Violation(AssertionError):

@@ -35,8 +35,7 @@ from tests.waiting import wait_until
 
 UNTAGGED: dict[str, Any] = {**SMALL, "touch_interval_s": 0.2}
 ROOM: dict[str, Any] = {**UNTAGGED, "model_tag": "tiny"}
-ROW_BYTES = 24_576
-"""Two workers' 6,000 bytes a block, two blocks a chunk, in whole pages."""
+ROW_BYTES = 24_576  # two workers' 6,000 bytes a block, two blocks a chunk, in whole pages
 ROWS = 24
 _numbers = itertools.count()
 

@@ -17,8 +17,7 @@ from tests.support.rig import Engine
 from tests.waiting import wait_until
 
 SOURCE = Path(__file__).with_name("stale_fs.c")
-SWITCHES = ("write-behind", "no fallocate", "away", "fsync fails", "write fails")
-"""In the order of stale_fs.c."""
+SWITCHES = ("write-behind", "no fallocate", "away", "fsync fails", "write fails")  # in the order of stale_fs.c
 COUNTERS = ("fsync", "write", "fallocate")
 
 
