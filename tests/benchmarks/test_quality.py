@@ -40,6 +40,7 @@ def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "TEXT_TOKENS", 16)
     monkeypatch.setattr(quality, "GREEDY_TOKENS", 4)
     monkeypatch.setattr(quality, "KINDS", ("code", "prose"))
+    monkeypatch.setattr(quality, "RESAMPLES", 200)
     monkeypatch.setattr(texts, "KINDS", dict.fromkeys(("code", "prose", "dialogue"), (".py",)))
     monkeypatch.setattr(texts, "GRAM", 30)  # of bytes
     monkeypatch.setattr(model_statistics, "PREFIX_TOKENS", 256)

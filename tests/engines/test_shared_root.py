@@ -19,7 +19,7 @@ from tests.engines.test_real_engine import (
     assert_loads_equal_saves,
 )
 
-OF_PAIR, OF_RANKS, OF_SECOND = [12], [14], [1, 4]  # seeds of the prompts that each wrote; how many, if not all
+OF_PAIR, OF_RANKS, OF_SECOND = [12], [14, 4], [1, 4]  # seeds of the prompts that each wrote; how many, if not all
 # Interpreted kernels take a second for each few steps: fewer tokens and aborts are asked of them.
 TURN_TOKENS, CROWDED_TOKENS = 24, 60
 ABORTS = ["aborts", 0, 1, 2, 4, 7, 20]

@@ -60,7 +60,7 @@ def test_native_code_is_clean(sanitizer: str, tmp_path: Path) -> None:
         COMPILER,
         "-std=c++17",
         "-O1",
-        "-g",
+        "-g1",  # lines of reports, without the variables that a debugger shows
         "-pthread",
         "-Wall",
         "-Wextra",

@@ -35,7 +35,7 @@ def texts_of(kind: str, chat: Chat) -> Iterator[str]:
     for folder in folders:
         for place, inner, names in os.walk(folder):
             inner[:] = [name for name in inner if name not in ("__pycache__", "tests", "test")]
-            found.update(Path(place, name) for name in names if Path(name).suffix in KINDS[kind])
+            found.update(Path(place, name) for name in names if os.path.splitext(name)[1] in KINDS[kind])
     # The common start of all dialogues, such as a system prompt, is left out: rows must not share tokens.
     start = len(os.path.commonprefix([chat([(text, text)]) for text in ("a", "b")]))
     order = -1 if kind == "dialogue" else 1  # not of the files that code begins with
