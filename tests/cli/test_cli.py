@@ -30,7 +30,7 @@ from tests.damage import flip_slab
 from tests.model_configs import LLAMA_8B
 from tests.storage.conftest import Mount
 from tests.storage.conftest import mount_tmpfs as mount_tmpfs  # a fixture
-from tests.support.rig import Engine
+from tests.support.rig import Engine, saved_by_another
 
 
 def segment_of(root: Path) -> Path:
@@ -117,9 +117,7 @@ def test_rebuild_fills_an_index_that_was_lost(root: Path, cli: Cli) -> None:
 
 
 def test_rebuild_of_a_root_whose_index_is_in_memory(tmp_path: Path, cli: Cli) -> None:
-    engine = Engine(tmp_path / "kv", changes={"index": {"kind": "memory"}})
-    engine.save(list(range(64)), list(range(4)))
-    engine.close()
+    saved_by_another(tmp_path / "kv", list(range(64)), list(range(4)), changes={"index": {"kind": "memory"}})
     assert "no embedded index" in cli.refused("index", "rebuild", str(tmp_path / "kv"))
     cli.printed("verify", str(tmp_path / "kv"))
 

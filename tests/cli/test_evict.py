@@ -15,7 +15,7 @@ from kvtier.config.settings import CONFIG_VARIABLE
 from kvtier.runtime.units import size
 from tests.cli.asking import Cli
 from tests.eviction.test_capacity import small_disk
-from tests.support.rig import Engine
+from tests.support.rig import Engine, saved_by_another
 
 CHUNKS = 5
 
@@ -61,9 +61,8 @@ def test_space_is_called_free_when_it_is(
     with small_disk(64) as disk, ExitStack() as stack:
         index = f"index: {{path: {tmp_path / 'index'}}}\n"
         config.write_text(f"root: {disk}\ncapacity_bytes: 32MiB\nsegment_bytes: 4MiB\n{index}")
-        engine = Engine(disk, changes={"index": {"path": str(tmp_path / "index")}, "capacity_bytes": 32 << 20})
-        engine.save(list(range(64 * CHUNKS)), list(range(4 * CHUNKS)))
-        engine.close()
+        changes = {"index": {"path": str(tmp_path / "index")}, "capacity_bytes": 32 << 20}
+        saved_by_another(disk, list(range(64 * CHUNKS)), list(range(4 * CHUNKS)), changes=changes)
         (path,) = disk.glob("v2/*/*.kvseg")
         n_bytes = path.stat().st_blocks * 512
         if is_held:

@@ -12,15 +12,13 @@ import pytest
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError
 from tests.cli.asking import Cli
-from tests.support.rig import Engine
+from tests.support.rig import saved_by_another
 
 
 @pytest.fixture(scope="module", name="root")
 def _root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("made") / "r\u00e4ume"
-    engine = Engine(root)
-    engine.save(list(range(128)), list(range(8)))
-    engine.close()
+    saved_by_another(root, list(range(128)), list(range(8)))
     return root
 
 

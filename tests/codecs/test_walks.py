@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from kvtier.runtime import metrics as names
 from kvtier.worker.io_setup import MountCost
 from tests.codecs.transform_rig import make_table
 from tests.support import lazy
+from tests.support.ends import engines_end as engines_end  # a fixture
 from tests.support.lazy import LazyCodec, LazyEngine, LazyOrder
 from tests.support.rig import Engine, geometry
 
@@ -38,20 +39,10 @@ TABLE = Path(tempfile.mkdtemp()) / "table"  # of the transform codec
 CUTS = [(1, None), (2, [range(2), range(2, 5)]), (4, None), (8, None), (1, [range(1), range(1, 2), range(2, 5)])]
 
 
-@pytest.fixture
-def engines() -> Iterator[list[Engine]]:
-    """Closed after the test."""
-    started: list[Engine] = []
-    yield started
-    for engine in started:
-        engine.close()
-
-
-def start(engines: list[Engine], root: Path, codec: str, cut: Any = (1, None), **changes: object) -> Engine:
+def start(root: Path, codec: str, cut: Any = (1, None), **changes: object) -> Engine:
     if codec == "tc4":
         changes["codec_table"] = str(TABLE if TABLE.exists() else make_table(TABLE, SHAPE.layers, SHAPE.kv_heads, 64))
-    engines.append(Engine(root, SHAPE, *cut, changes={"codec": codec, **changes}))
-    return engines[-1]
+    return Engine(root, SHAPE, *cut, changes={"codec": codec, **changes})
 
 
 def coder_of(codec: str, shape: Geometry = SHAPE) -> LayerCoder:
@@ -94,16 +85,14 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
         ("tc4", CUTS[0], CUTS[3]),
     ],
 )
-def test_any_cut_reads_what_any_other_wrote(
-    tmp_path: Path, engines: list[Engine], codec: str, writer: Any, reader: Any
-) -> None:
+def test_any_cut_reads_what_any_other_wrote(tmp_path: Path, codec: str, writer: Any, reader: Any) -> None:
     """And it is what the codec makes of the whole model's KV, by the numbers of layers and heads there."""
-    first = start(engines, tmp_path, codec, writer)
+    first = start(tmp_path, codec, writer)
     assert {done.outcome for done in first.save(TOKENS, BLOCKS)} == {SaveOutcome.SAVED}
-    second = start(engines, tmp_path, codec, reader)
+    second = start(tmp_path, codec, reader)
     n_chunks, answers = second.load(TOKENS, TARGET)
     assert n_chunks == N_CHUNKS and all(not answer.failed_blocks for answer in answers)
-    model = start(engines, tmp_path / "model", "raw")
+    model = start(tmp_path / "model", "raw")
     model.prefill(TOKENS, BLOCKS)
     whole = Engine.blocks(model, BLOCKS)
     wanted = lossy(model, coder_of(codec), BLOCKS)
@@ -117,8 +106,8 @@ def test_any_cut_reads_what_any_other_wrote(
                 assert torch.equal(next(planes), wanted[2 * layer + which][:, :, heads])
 
 
-def test_a_load_leaves_computed_blocks_alone(tmp_path: Path, engines: list[Engine]) -> None:
-    engine = start(engines, tmp_path, "k4v4")
+def test_a_load_leaves_computed_blocks_alone(tmp_path: Path) -> None:
+    engine = start(tmp_path, "k4v4")
     engine.save(TOKENS, BLOCKS)
     engine.load(TOKENS, TARGET, computed=CHUNK + 32)
     wanted = lossy(engine, coder_of("k4v4"), BLOCKS)
@@ -126,8 +115,8 @@ def test_a_load_leaves_computed_blocks_alone(tmp_path: Path, engines: list[Engin
     assert same(engine.blocks(TARGET[6:]), [plane[6:] for plane in wanted])
 
 
-def test_encoded_chunks_take_less_room(tmp_path: Path, engines: list[Engine]) -> None:
-    slots = [start(engines, tmp_path / codec, codec).transfers[0]._worker.arena.n_slots for codec in ("raw", "k4v4")]
+def test_encoded_chunks_take_less_room(tmp_path: Path) -> None:
+    slots = [start(tmp_path / codec, codec).transfers[0]._worker.arena.n_slots for codec in ("raw", "k4v4")]
     assert slots[1] > 1.9 * slots[0], "slabs of such small chunks are half padding"
 
 
@@ -147,8 +136,8 @@ def save_with(engine: Engine, spoil: float, block: int) -> dict[bytes, SaveOutco
 
 
 @pytest.mark.parametrize("codec", ("k4v4", "int8", "tc4"))
-def test_a_chunk_that_cannot_be_kept_is_not_stored(tmp_path: Path, engines: list[Engine], codec: str) -> None:
-    engine = start(engines, tmp_path, codec, host={"arena_bytes": 8 << 20, "admit": "never"})
+def test_a_chunk_that_cannot_be_kept_is_not_stored(tmp_path: Path, codec: str) -> None:
+    engine = start(tmp_path, codec, host={"arena_bytes": 8 << 20, "admit": "never"})
     arena = engine.transfers[0]._worker.arena
     outcomes = save_with(engine, float("nan"), BLOCKS[5])
     assert list(outcomes.values()).count(SaveOutcome.REFUSED) == 1
@@ -158,8 +147,8 @@ def test_a_chunk_that_cannot_be_kept_is_not_stored(tmp_path: Path, engines: list
     assert all(arena.reserve() is not None for _ in range(arena.n_slots)), "no slot is lost"
 
 
-def test_raw_keeps_anything(tmp_path: Path, engines: list[Engine]) -> None:
-    engine = start(engines, tmp_path, "raw")
+def test_raw_keeps_anything(tmp_path: Path) -> None:
+    engine = start(tmp_path, "raw")
     assert set(save_with(engine, float("nan"), BLOCKS[5]).values()) == {SaveOutcome.SAVED}
     assert engine.load(TOKENS, TARGET)[0] == N_CHUNKS
     assert engine.blocks(TARGET)[5].isnan().sum() == 1
@@ -196,11 +185,10 @@ class LateVerdicts:
 
 
 @pytest.fixture
-def late(tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch) -> LazyEngine:
+def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LazyEngine:
     monkeypatch.setattr(lazy, "LazyCodec", LateCodec)
     monkeypatch.setattr(LateCodec, "wrong_sum", False)
     engine = LazyEngine(tmp_path, SHAPE, changes={"codec": "k4v4"})
-    engines.append(engine)
     engine.lay_over()
     return engine
 

@@ -3,13 +3,11 @@ index which was kept elsewhere. `make soak` looks at all of them, many times."""
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +15,7 @@ import pytest
 
 from tests.crash.image_checks import Found, Saved, check_image
 from tests.crash.images import INDEX, Choose, Image, Kind, Losing, Step, newest, read_record
+from tests.support.ends import quiet as quiet  # a fixture
 
 HERE = Path(__file__).parent
 SEED = 20261122
@@ -42,14 +41,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     assert done.returncode == 0, done.stderr
     steps = read_record(record)
     return Recorded(steps, Saved(steps, folder / "scratch"))
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Each image is full of what is warned of."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def is_index(path: str) -> bool:

@@ -20,7 +20,7 @@ import yaml
 
 from tests.model_configs import LLAMA_8B
 from tests.redis_server import Server, has_redis, standalone
-from tests.support.rig import Engine
+from tests.support.rig import saved_by_another
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "docs/sizing.md", *sorted((ROOT / "docs/quickstart").glob("*.md"))]
@@ -125,9 +125,7 @@ def test_blocks_run(page: Path, machine: Machine) -> None:
 
 def fill(root: Path, settings: dict[str, object]) -> None:
     """Store five chunks of 64 tokens with the page's index."""
-    engine = Engine(root, changes={"index": settings.get("index", {})})
-    engine.save(list(range(64 * 5)), list(range(20)))
-    engine.close()
+    saved_by_another(root, list(range(64 * 5)), list(range(20)), changes={"index": settings.get("index", {})})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -17,20 +17,13 @@ from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveOutcome, SavePlan
 from kvtier.runtime.repeated_log import INTERVAL_FIRST_S
 from kvtier.scheduler.load_threshold import FixedLimit
 from kvtier.worker.transfer import Progress
+from tests.support.clock import Clock
 
 from .fakes import FakeStore, FakeTransfer, answer_to_save
 
 CHUNK, BLOCK = 64, 16
 SHAPE = BlockShape(CHUNK, BLOCK)
 BLOCKS = list(range(100, 140))
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Scene:
@@ -58,7 +51,7 @@ def test_a_hit_is_the_longest_stored_prefix() -> None:
     scene = Scene()
     assert scene.bridge.hit_tokens("r", 0) == 0
     scene.store_chunks(3)
-    scene.clock.now += ANSWER_GOOD_S
+    scene.clock.now_s += ANSWER_GOOD_S
     assert scene.bridge.hit_tokens("r", 0) == 192
     scene.bridge.begin_load("r", BLOCKS, 192)
     (plan,) = scene.bridge.take_step().loads
@@ -79,7 +72,7 @@ def test_a_hit_that_finds_no_room_among_the_loads_waits_and_is_asked_for_again()
     asked = scene.store.n_lookups
     for _ in range(50):
         assert scene.bridge.hit_tokens("b", 0) is None and scene.bridge.hit_tokens("c", 0) is None
-        scene.clock.now += 1.0
+        scene.clock.now_s += 1.0
     assert scene.store.n_lookups == asked + 2, "who waits for room does not ask the index in every step"
     assert scene.bridge.hit_tokens("b", 192) == 0, "a miss waits for nothing"
     scene.bridge.finish("a", 0, BLOCKS)  # aborted: its load is on its way until the worker says otherwise
@@ -144,9 +137,9 @@ def test_an_unanswered_lookup_is_asked_again_until_its_deadline() -> None:
     scene = Scene()
     scene.store.answers = False
     assert scene.bridge.hit_tokens("r", 0) is None
-    scene.clock.now = 1.9
+    scene.clock.now_s = 1.9
     assert scene.bridge.hit_tokens("r", 0) is None
-    scene.clock.now = 2.1
+    scene.clock.now_s = 2.1
     assert scene.bridge.hit_tokens("r", 0) == 0 and len(scene.store.given_up) == 1
     scene.store.answers = True
     scene.store_chunks(4)
@@ -165,25 +158,25 @@ def test_a_lookup_waits_its_turn_while_the_index_answers_others() -> None:
         scene.store.answers = True
         scene.bridge.hit_tokens(other.request_id, 0)
         scene.store.answers = False
-        scene.clock.now += 1.9
+        scene.clock.now_s += 1.9
         if scene.bridge.hit_tokens("r", 0) == 0:
             break
-    assert scene.clock.now == pytest.approx(TURNS_MAX * 2.0, abs=2.0), "it has a deadline all the same"
+    assert scene.clock.now_s == pytest.approx(TURNS_MAX * 2.0, abs=2.0), "it has a deadline all the same"
     slow = Scene()
     slow.bridge.track(RequestView("other", slow.tokens, 300, {}, may_load=True, may_save=True))
     slow.bridge.hit_tokens("other", 0)
     slow.store.answers = False
     assert slow.bridge.hit_tokens("r", 0) is None
     slow.bridge.take_step()
-    slow.clock.now += 3.0
+    slow.clock.now_s += 3.0
     assert slow.bridge.hit_tokens("r", 0) is None, "the engine's step took long, not the index"
     slow.bridge.take_step()
-    slow.clock.now += 3.0
+    slow.clock.now_s += 3.0
     assert slow.bridge.hit_tokens("r", 0) == 0
     again = Scene()
     again.store.answers = False
     assert again.bridge.hit_tokens("r", 0) is None
-    again.clock.now = 2.1
+    again.clock.now_s = 2.1
     assert again.bridge.hit_tokens("r", 0) == 0, "an index that answers nothing is not waited for"
 
 
@@ -437,7 +430,7 @@ def test_faults_are_counted_and_logged_once_in_a_while(caplog: pytest.LogCapture
         assert len(caplog.records) == 1 and "a save failed; going on without" in caplog.text
         assert broken.lookup([b"a", b"b"]) == broken.lookup(keys=[b"a", b"b"]) == [False, False]
         assert len(caplog.records) == 2, "another kind"
-        clock.now = INTERVAL_FIRST_S
+        clock.now_s = INTERVAL_FIRST_S
         broken.save()
         assert len(caplog.records) == 3
     assert broken._faults.take() == 8

@@ -13,15 +13,9 @@ from kvtier.format.geometry import Extent
 from kvtier.index.base import Location, NewRecord, SetInfo
 from kvtier.index.memory import MemoryIndex
 from kvtier.storage.segments import segment_name
+from tests.support.clock import Clock
 
 NAMESPACE, SET_ID, FILE_BYTES = bytes(16), 7 << 20, 64 << 10
-
-
-class Clock:
-    now_s = 1e9
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def record(rank: int) -> NewRecord:
@@ -35,7 +29,7 @@ Removed = tuple[Remover, MemoryIndex, Path, Path, Clock]
 @pytest.fixture
 def removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Removed:
     """A remover after it removed a set of two files, of which the second was away."""
-    folder, clock = tmp_path / "v2" / NAMESPACE.hex(), Clock()
+    folder, clock = tmp_path / "v2" / NAMESPACE.hex(), Clock(1e9)
     folder.mkdir(parents=True)
     files = [folder / segment_name(SET_ID, part) for part in (0, 16)]
     for file in files:
@@ -81,7 +75,7 @@ def test_files_that_were_never_made_are_not_away(
     ranks: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sets that a killed engine kept ready counted for AWAY_S, and as much less was stored for so long."""
-    folder, clock, index = tmp_path / "v2" / NAMESPACE.hex(), Clock(), MemoryIndex()
+    folder, clock, index = tmp_path / "v2" / NAMESPACE.hex(), Clock(1e9), MemoryIndex()
     folder.mkdir(parents=True)
     info = SetInfo(SET_ID, NAMESPACE, "killed", 2 * FILE_BYTES, clock.now_s, clock.now_s)
     index.create_set(info)
@@ -96,7 +90,7 @@ def test_files_that_were_never_made_are_not_away(
 
 def test_what_a_sweep_unlinked_in_between_is_not_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep, or the next evictor, finishes removals that it finds begun, also while the one that began it lives."""
-    folder, clock, index = tmp_path / "v1" / NAMESPACE.hex(), Clock(), MemoryIndex()
+    folder, clock, index = tmp_path / "v1" / NAMESPACE.hex(), Clock(1e9), MemoryIndex()
     folder.mkdir(parents=True)
     (folder / segment_name(SET_ID, 0)).write_bytes(b"k" * FILE_BYTES)
     info = SetInfo(SET_ID, NAMESPACE, "engine", FILE_BYTES, clock.now_s, clock.now_s, is_open=False)

@@ -4,16 +4,16 @@ time. Others are made up: the same ones in each run, many more of other seeds un
 
 from __future__ import annotations
 
-import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from kvtier.errors import ConfigError, Corrupt
 from tests.fuzz import configuration, documents, formats, inputs
+from tests.support.ends import quiet as quiet  # a fixture
 
 CORPUS = Path(__file__).parent / "corpus"
 SEED = 20261123
@@ -22,14 +22,6 @@ SOURCES = {formats: inputs.BYTES, documents: inputs.JSON, configuration: (*input
 TARGETS = {name: (module, changes) for module, changes in SOURCES.items() for name in module.SEEDS}
 SLOW = {"settings_file": 40, "secret_file": 30, "notes": 80, "safetensors_header": 120}  # fewer inputs of these
 USUAL = 250
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Most inputs are warned of."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def is_accepted(target: Callable[[bytes, Path], None], data: bytes, folder: Path) -> bool:

@@ -19,6 +19,7 @@ from kvtier.runtime.threads import ThreadJobs
 from kvtier.scheduler.load_threshold import FixedLimit
 from tests.engines.fakes import FakeStore
 from tests.manual_jobs import ManualJobs
+from tests.support.clock import Clock
 
 
 class SlowIndex(MemoryIndex):
@@ -38,13 +39,6 @@ class SlowIndex(MemoryIndex):
         if self.is_down:
             raise IndexUnavailable("down")
         return list(keys)
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 KEYS = [b"a", b"b", b"c"]

@@ -11,16 +11,11 @@ import pytest
 from kvtier.maintenance.sweep_lease import LEASE_TTL_S
 from kvtier.maintenance.sweeper import Housekeeper
 from tests.scheduler.test_slow_writers import BLOCKS, after, fall_silent, loads, segments, tokens_of
+from tests.support.clock import Clock
 from tests.worker.test_trimming import RECORD_BYTES, engine_of
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = time.time()
-
-    def __call__(self) -> float:
-        return self.now_s
-
+class StallingClock(Clock):
     def stall(self) -> None:
         self.now_s += LEASE_TTL_S + 1
 
@@ -29,7 +24,7 @@ def test_it_cuts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     writer = engine_of(tmp_path, 6)
     fall_silent(writer)
     writer.save(tokens_of(1), BLOCKS)
-    index, clock = writer.store._keeper._index, Clock()
+    index, clock = writer.store._keeper._index, StallingClock(time.time())
     sweeper = Housekeeper(index, writer.root / "v2", "slow", clock)
     whole = sum(path.stat().st_size for path in segments(tmp_path))
     with monkeypatch.context() as patched:
@@ -45,7 +40,7 @@ def test_it_cuts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_it_reads_nothing_back_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = engine_of(tmp_path, 6)
     writer.save(tokens_of(1), BLOCKS)
-    index, clock = writer.store._keeper._index, Clock()
+    index, clock = writer.store._keeper._index, StallingClock(time.time())
     for info in index.sets():
         index.remove_set(info.set_id)
     sweeper = Housekeeper(index, writer.root / "v2", "slow", clock)

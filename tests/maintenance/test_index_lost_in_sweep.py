@@ -8,7 +8,7 @@ from pathlib import Path
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.maintenance.sweeper import Housekeeper
-from tests.support.rig import Engine
+from tests.support.rig import saved_by_another
 
 TOKENS, BLOCKS = list(range(1000, 1000 + 64 * 5)), list(range(20))
 
@@ -27,9 +27,7 @@ class Forgetful:
 
 
 def test_sets_that_a_lost_index_knew_keep_their_segments(tmp_path: Path) -> None:
-    writer = Engine(tmp_path)
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved_by_another(tmp_path, TOKENS, BLOCKS)
     segments = sorted(tmp_path.glob("v2/*/*.kvseg"))
     index = Forgetful(LmdbIndex(str(tmp_path / "v2" / "index")))
 

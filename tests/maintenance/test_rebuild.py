@@ -13,7 +13,7 @@ from kvtier.index.base import Location, NewRecord
 from kvtier.maintenance.scrub import stats, verify
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.storage.root import find_root
-from tests.support.rig import Engine
+from tests.support.rig import Engine, saved_by_another
 from tests.waiting import wait_until
 
 TOKENS = list(range(1000, 1000 + 64 * 5))
@@ -22,9 +22,7 @@ TARGET = list(range(100, 120))
 
 
 def test_a_lost_index_is_read_back_at_the_next_start(tmp_path: Path) -> None:
-    writer = Engine(tmp_path, tensor_size=2)
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved_by_another(tmp_path, TOKENS, BLOCKS, tensor_size=2)
     shutil.rmtree(tmp_path / "v2" / "index")
     reader = Engine(tmp_path)
     wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
@@ -34,9 +32,7 @@ def test_a_lost_index_is_read_back_at_the_next_start(tmp_path: Path) -> None:
 
 
 def test_rebuild_adds_what_is_missing_and_drops_what_no_file_has(tmp_path: Path) -> None:
-    engine = Engine(tmp_path)
-    engine.save(TOKENS, BLOCKS)
-    engine.close()
+    saved_by_another(tmp_path, TOKENS, BLOCKS)
     other = Engine(tmp_path)
     index, keys = other.store._keeper._index, other.keys(TOKENS)
     members = {key: location for info in index.sets() for key, location in index.members(info.set_id)}
@@ -85,9 +81,7 @@ def test_one_damaged_namespace_stops_nothing_else(tmp_path: Path) -> None:
 
 def test_a_copied_or_moved_root_takes_its_index_with_it(tmp_path: Path) -> None:
     """An absolute path in owner.json made `rebuild` of a copy empty the original's index."""
-    writer = Engine(tmp_path / "a")
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved_by_another(tmp_path / "a", TOKENS, BLOCKS)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     (tmp_path / "a").rename(tmp_path / "moved")
     for path in tmp_path.glob("b/v2/*/*.kvseg"):

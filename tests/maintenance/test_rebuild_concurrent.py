@@ -12,7 +12,7 @@ from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveOutcome
 from tests.maintenance.test_index_lost_in_sweep import Forgetful
 from tests.scheduler.test_slow_writers import BLOCKS, before, fall_silent, housekeeper, loads, once, tokens_of, told
-from tests.support.rig import Engine
+from tests.support.rig import Engine, saved_by_another
 from tests.worker.test_trimming import engine_of
 
 TOKENS = list(range(1000, 1000 + 64 * 5))
@@ -23,9 +23,7 @@ def test_a_set_whose_records_were_forgotten_while_it_was_read_comes_in_with_them
 ) -> None:
     """What the index had known was left out: the set came in empty, and a sweep unlinked it (seeds 10404 of random and
     10861 of index_amnesia)."""
-    writer = Engine(tmp_path)
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved_by_another(tmp_path, TOKENS, BLOCKS)
     segments = sorted(tmp_path.glob("v2/*/*.kvseg"))
     index = Forgetful(LmdbIndex(str(tmp_path / "v2" / "index")))
     keeper = Housekeeper(index, tmp_path / "v2", "me")  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from kvtier.maintenance import rebuild as read_back
 from kvtier.maintenance.record_check import RecordVerdict
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.storage.segments import SegmentFiles, parse_segment_name
-from tests.maintenance.test_delayed_sweeps import Clock
+from tests.maintenance.test_delayed_sweeps import StallingClock
 from tests.maintenance.test_rebuild_sets import lost, opened
 from tests.maintenance.test_record_saved_twice import BAD, saved_again_in_an_older_set
 from tests.scheduler.test_slow_writers import after
@@ -27,7 +28,7 @@ def test_who_may_have_lost_the_lease_has_not_rebuilt_the_index(
 ) -> None:
     """Of a set that the index knows in part nothing was added, and it was called whole all the same."""
     lost(tmp_path)
-    index, clock = opened(tmp_path), Clock()
+    index, clock = opened(tmp_path), StallingClock(time.time())
     keeper = Housekeeper(index, tmp_path / "v2", "me", clock)
     keeper.rebuild()
     (info,) = index.sets()

@@ -20,7 +20,7 @@ from kvtier.maintenance.sweep_lease import SWEEP_LEASE
 from kvtier.maintenance.sweeper import CLOCK_TOLERANCE_S, ORPHAN_GRACE_S, Housekeeper
 from kvtier.storage.segments import SegmentFiles, segment_name
 from tests.scheduler.test_slow_writers import before, by_hand, once
-from tests.support.rig import Engine
+from tests.support.rig import Engine, saved_by_another
 
 TOKENS = list(range(1000, 1000 + 64 * 5))
 BLOCKS = list(range(20))
@@ -30,10 +30,7 @@ HEADER_BYTES = 4096
 
 def lost(root: Path, ranks: int = 1) -> tuple[list[Path], list[bytes]]:
     """The segments, old, of a stored set whose index was lost; and its five keys."""
-    writer = Engine(root, tensor_size=ranks)
-    writer.save(TOKENS, BLOCKS)
-    keys = writer.keys(TOKENS)
-    writer.close()
+    keys = saved_by_another(root, TOKENS, BLOCKS, tensor_size=ranks)
     paths = sorted(root.glob("v2/*/*.kvseg"))
     assert len(paths) == ranks
     for path in paths:

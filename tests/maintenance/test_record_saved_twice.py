@@ -19,7 +19,7 @@ from kvtier.maintenance import record_check
 from kvtier.maintenance.record_check import RecordVerdict, judge
 from kvtier.storage.segments import SegmentFiles, parse_segment_name
 from tests.scheduler.test_slow_writers import housekeeper
-from tests.support.rig import Engine
+from tests.support.rig import Engine, saved_by_another
 from tests.waiting import wait_until
 from tests.worker.test_faults import flip_payload
 
@@ -49,9 +49,7 @@ def saved_again_in_an_older_set(root: Path) -> list[torch.Tensor]:
 
 
 def saved_again_in_a_newer_set(root: Path) -> list[torch.Tensor]:
-    writer = Engine(root)
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved_by_another(root, TOKENS, BLOCKS)
     (path,) = root.glob("v2/*/*.kvseg")
     flip_payload(path, BAD)
     writer = Engine(root)

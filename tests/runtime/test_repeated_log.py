@@ -10,29 +10,23 @@ import pytest
 from kvtier.errors import TierUnavailable
 from kvtier.runtime.repeated_log import INTERVAL_FIRST_S, INTERVAL_MAX_S, KINDS_MAX, RepeatedLog
 from kvtier.worker.record_reader import RecordReader
+from tests.support.clock import Clock
 from tests.support.rig import Engine, reader_of_saved
 
 TOKENS = list(range(64 * 2))
 BLOCKS = list(range(8))
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 def test_the_first_line_comes_at_once_and_later_ones_as_a_count(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
     lines = RepeatedLog(clock)
     for _ in range(215):
         lines.warning("a", "storage %s", "away")
-    clock.now += INTERVAL_FIRST_S
+    clock.now_s += INTERVAL_FIRST_S
     lines.warning("a", "storage %s", "away")
     assert caplog.messages == ["kvtier: storage away", "kvtier: storage away (214 more in the last 10 s)"]
 
@@ -41,24 +35,24 @@ def test_a_run_of_an_hour_writes_few_lines(caplog: pytest.LogCaptureFixture, clo
     lines = RepeatedLog(clock)
     for _ in range(36_000):
         lines.warning("a", "away")
-        clock.now += 0.1
+        clock.now_s += 0.1
     assert 5 < len(caplog.messages) < 15
 
 
 def test_kinds_are_apart_and_one_that_was_quiet_is_new(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
     lines = RepeatedLog(clock)
     assert lines.warning("a", "one") and lines.warning("b", "two") and not lines.warning("a", "one")
-    clock.now += INTERVAL_MAX_S
+    clock.now_s += INTERVAL_MAX_S
     assert lines.warning("a", "one")
     assert caplog.messages == ["kvtier: one", "kvtier: two", "kvtier: one (1 more in the last 600 s)"]
-    clock.now += INTERVAL_FIRST_S
+    clock.now_s += INTERVAL_FIRST_S
     assert lines.warning("a", "one"), "the interval is the first one again"
 
 
 def test_a_clock_that_was_set_back_hides_nothing(clock: Clock) -> None:
     lines = RepeatedLog(clock)
     lines.warning("a", "one")
-    clock.now -= 86_400
+    clock.now_s -= 86_400
     assert lines.warning("a", "one")
 
 

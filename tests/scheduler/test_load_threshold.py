@@ -18,20 +18,13 @@ from kvtier.scheduler.load_threshold import (
     Costs,
     LoadCost,
 )
+from tests.support.clock import Clock
 
 TOKEN_BYTES = st.integers(1024, 1 << 20)
 RATES = st.floats(1e6, 1e12)
 LATENCIES = st.floats(1e-6, 1.0)
 PREFILL_TOKENS_S = st.floats(100.0, 1e6)
 STEPS_S = st.floats(1e-4, 0.5)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def calibrated(latency_s: float, read_bytes_s: float, token_bytes: int) -> LoadCost:

@@ -11,14 +11,7 @@ from kvtier.config.server import ServerSettings
 from kvtier.server.auth import Role, Tokens
 from kvtier.server.rotated import CHECK_INTERVAL_S, Rotated
 from tests.server.serving import ADMIN, NEW, READER, put
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 def test_a_token_is_read_again_when_its_file_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +13,6 @@ from tests.simulation.recipes import recipe_for
 from tests.simulation.world import Violation, play
 
 SEEDS_MAX, STEPS = 30, 300
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """What fails on purpose is logged, and nobody reads it."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def caught(name: str) -> str | None:

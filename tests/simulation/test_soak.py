@@ -7,9 +7,7 @@ benchmarks/results/faults_simulation.json has it.
 from __future__ import annotations
 
 import json
-import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,14 +19,6 @@ from tests.simulation.soak import Tally, kind_of, with_progress
 from tests.simulation.world import Violation
 
 FIRST, SEEDS, STEPS = 10_000, 1_000, 1_000
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """What fails on purpose is logged, and nobody reads it."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.soak

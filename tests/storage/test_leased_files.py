@@ -14,7 +14,7 @@ import pytest
 from kvtier.errors import TierUnavailable
 from kvtier.storage import safe_open
 from kvtier.storage.atomic_files import read_small
-from tests.support.rig import Engine
+from tests.support.rig import Engine, saved_by_another
 
 TOKENS = list(range(1000, 1000 + 64 * 3))
 BLOCKS, TARGET = list(range(12)), list(range(100, 112))
@@ -64,9 +64,7 @@ def test_small_files_are_read_when_they_are_given_back(tmp_path: Path, hold: Hol
 
 
 def test_segments_are_loaded_when_they_are_given_back(tmp_path: Path, hold: Hold) -> None:
-    writer = Engine(tmp_path)
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved_by_another(tmp_path, TOKENS, BLOCKS)
     reader = Engine(tmp_path)
     for segment in tmp_path.glob("v2/*/*.kvseg"):
         hold(segment, READ, GIVES_BACK_S)

@@ -1,7 +1,8 @@
-"""Fixture engines_end, for conftest.py of folders. It is not in `rig`, because programs without pytest import that."""
+"""Fixtures for conftest.py of folders. They are not in `rig`, because programs without pytest import that."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -11,5 +12,14 @@ from tests.support.rig import all_ended
 
 @pytest.fixture(autouse=True)
 def engines_end() -> Iterator[None]:
+    """Close the engines that a test leaves open."""
     with all_ended():
         yield
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Log nothing: these tests cause what is warned of."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)

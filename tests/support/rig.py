@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -231,9 +232,15 @@ class Engine:
         self.store.close()
 
 
-def reader_of_saved(root: Path, tokens: Sequence[int], block_ids: Sequence[int]) -> Engine:
-    """An engine that reads from files, each time, what another one saved there."""
-    writer = Engine(root)
+def saved_by_another(root: Path, tokens: Sequence[int], block_ids: Sequence[int], **engine: Any) -> list[bytes]:
+    """Save a prompt by an engine that ends then. Return the keys of its chunks."""
+    writer = Engine(root, **engine)
     writer.save(tokens, block_ids)
     writer.close()
+    return writer.keys(tokens)
+
+
+def reader_of_saved(root: Path, tokens: Sequence[int], block_ids: Sequence[int]) -> Engine:
+    """Return an engine that reads from files, each time, what another one saved there."""
+    saved_by_another(root, tokens, block_ids)
     return Engine(root, changes={"host": {"arena_bytes": 8 << 20, "admit": "never"}})

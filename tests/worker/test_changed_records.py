@@ -20,7 +20,7 @@ from kvtier.plan import LoadDone
 from kvtier.storage import open_segments
 from kvtier.worker.transfer import Transfer
 from tests.support.lazy import LazyEngine
-from tests.support.rig import Engine
+from tests.support.rig import Engine, saved_by_another
 from tests.waiting import wait_until
 
 TOKENS, OTHERS = list(range(1000, 1000 + 64 * 5)), list(range(7000, 7000 + 64 * 5))
@@ -96,9 +96,7 @@ class FailingReader(Reader):
 def _reader(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setattr(open_segments, "CHECKED_FOR_S", 0.0)  # until then an open file's old bytes are served, and good
     for tokens in (TOKENS, OTHERS):
-        writer = Engine(tmp_path)
-        writer.save(tokens, BLOCKS)
-        writer.close()
+        saved_by_another(tmp_path, tokens, BLOCKS)
     engine = Engine(tmp_path, changes=NO_ARENA) if request.param == "host" else LazyEngine(tmp_path)
     if isinstance(engine, LazyEngine):
         engine.lay_over(admit="never")
@@ -180,9 +178,7 @@ def test_a_read_that_ends_with_eio_is_no_hit(reader: Engine) -> None:
 
 def test_an_index_entry_of_which_one_bit_changed_is_no_hit(tmp_path: Path) -> None:
     """Whichever it is: of where the records are, of what they hold, or of what they sum to. Two ranks wrote them."""
-    writer = Engine(tmp_path, tensor_size=2)
-    writer.save(TOKENS[:64], BLOCKS[:4])
-    writer.close()
+    saved_by_another(tmp_path, TOKENS[:64], BLOCKS[:4], tensor_size=2)
     reader = Engine(tmp_path, changes=NO_ARENA)
     transfer = reader.transfers[0]
     arena = transfer._worker.arena
@@ -202,4 +198,3 @@ def test_an_index_entry_of_which_one_bit_changed_is_no_hit(tmp_path: Path) -> No
         assert not is_hit(bytes(changed))
     transfer.tidy()
     assert arena.available == arena.n_slots and not transfer._loader._fetches
-    reader.close()

@@ -24,7 +24,7 @@ from kvtier.storage.root import find_root
 from kvtier.storage.segments import SegmentFiles, segment_name
 from kvtier.worker.record_writer import RecordWriter
 from kvtier.worker.saving import Saver
-from tests.support.rig import Engine
+from tests.support.rig import Engine, saved_by_another
 from tests.waiting import wait_until
 
 TOKENS = list(range(1000, 1000 + 64 * 5))
@@ -82,9 +82,7 @@ def stale_record(path: Path, slot: int) -> None:
 
 @pytest.mark.parametrize("damage", [flip_payload, zero_payload_page, zero_record, truncate, swap_records, stale_record])
 def test_damaged_record_is_a_miss_from_there_on(tmp_path: Path, damage: Callable[[Path, int], None]) -> None:
-    writer = Engine(tmp_path)
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved_by_another(tmp_path, TOKENS, BLOCKS)
     (path,) = segments(tmp_path)
     damage(path, 2)
     reader = Engine(tmp_path)
@@ -104,20 +102,16 @@ def test_damaged_record_is_a_miss_from_there_on(tmp_path: Path, damage: Callable
     assert all(torch.equal(a, b) for a, b in zip(loaded, reader.blocks(TARGET[:8]), strict=True))
     assert reader.load(TOKENS, TARGET)[0] == 2, "a bad record is not offered again (I11)"
     assert {answer.outcome.value for answer in reader.save(TOKENS, TARGET)} <= {"saved", "present"}
-    reader.close()
 
 
 def test_damaged_header_page_is_found_by_verify_and_payload_still_loads(tmp_path: Path) -> None:
-    writer = Engine(tmp_path)
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved_by_another(tmp_path, TOKENS, BLOCKS)
     (path,) = segments(tmp_path)
     patch(path, header_of(path).slot_offset(3) + 200, b"\xff")
     reader = Engine(tmp_path)
     report = verify(find_root(tmp_path), reader.store._keeper._index)
     assert [(finding.slot, "CRC" in finding.what) for finding in report.bad] == [(3, True)]
     assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset()
-    reader.close()
 
 
 def test_swapped_segments_are_a_miss(tmp_path: Path) -> None:
@@ -137,7 +131,6 @@ def test_swapped_segments_are_a_miss(tmp_path: Path) -> None:
     assert all(not tensor.any() for tensor in reader.blocks(TARGET))
     report = verify(find_root(tmp_path), reader.store._keeper._index)
     assert {finding.segment for finding in report.bad} == {first.name, second.name}
-    reader.close()
 
 
 @pytest.mark.parametrize("how", ["gone", "damaged"])
@@ -172,15 +165,11 @@ def test_what_lies_before_a_lost_chunk_is_loaded(tmp_path: Path, how: str, arena
         return arena.available == arena.n_slots
 
     wait_until(has_all, "a slot that what was read ahead in vain returns")
-    reader.close()
 
 
 def test_a_lost_segment_is_found_out_about_once(tmp_path: Path) -> None:
     """All of a prompt that lay in it is saved anew by the request that misses it: it is not one chunk a request."""
-    writer = Engine(tmp_path)
-    writer.save(TOKENS, BLOCKS)
-    keys = writer.keys(TOKENS)
-    writer.close()
+    keys = saved_by_another(tmp_path, TOKENS, BLOCKS)
     (path,) = segments(tmp_path)
     path.unlink()
     reader = Engine(tmp_path)
@@ -189,7 +178,6 @@ def test_a_lost_segment_is_found_out_about_once(tmp_path: Path) -> None:
     assert n_chunks == 5 and answer.failed_blocks == frozenset(TARGET)
     # After the answer, which does not wait for it.
     wait_until(lambda: not any(index.resolve([key]) for key in keys), "an offer of the others is taken back")
-    reader.close()
 
 
 def test_many_lost_segments_are_one_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -212,10 +200,7 @@ def test_many_lost_segments_are_one_log_line(tmp_path: Path, caplog: pytest.LogC
 @pytest.mark.parametrize("kept", [0, 1, 3])
 def test_all_that_a_segment_ends_before_is_missed_at_once(tmp_path: Path, kept: int) -> None:
     """It was found out about one chunk at a time: a prompt of 390 was recomputed in part 390 times."""
-    writer = Engine(tmp_path)
-    writer.save(TOKENS, BLOCKS)
-    keys = writer.keys(TOKENS)
-    writer.close()
+    keys = saved_by_another(tmp_path, TOKENS, BLOCKS)
     (path,) = segments(tmp_path)
     os.truncate(path, header_of(path).slot_offset(kept) + 2 * PAGE_BYTES)
     reader = Engine(tmp_path)
@@ -226,15 +211,11 @@ def test_all_that_a_segment_ends_before_is_missed_at_once(tmp_path: Path, kept: 
     reader.save(TOKENS, BLOCKS)
     wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
     assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset()
-    reader.close()
 
 
 def test_a_folder_that_is_away_takes_no_more_than_one_chunk_along(tmp_path: Path) -> None:
     """As when a mount is gone for a moment: what lies there is not lost."""
-    writer = Engine(tmp_path)
-    writer.save(TOKENS, BLOCKS)
-    keys = writer.keys(TOKENS)
-    writer.close()
+    keys = saved_by_another(tmp_path, TOKENS, BLOCKS)
     reader = Engine(tmp_path)
     entries_before = reader.store.lookup(keys)
     assert entries_before is not None and len(entries_before) == 5
@@ -244,14 +225,11 @@ def test_a_folder_that_is_away_takes_no_more_than_one_chunk_along(tmp_path: Path
     reader.transfers[0]._loader._chunks.reader.retract_gone(reader.store.namespace_id, chunks)
     assert all(reader.store._keeper._index.resolve([key]) for key in keys)
     folder.with_suffix(".away").rename(folder)
-    reader.close()
 
 
 @pytest.mark.parametrize("how", ["zeroed header", "truncated to nothing", "unlinked", "replaced by a link"])
 def test_lost_segment_is_a_miss(tmp_path: Path, how: str) -> None:
-    writer = Engine(tmp_path / "root")
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved_by_another(tmp_path / "root", TOKENS, BLOCKS)
     (path,) = segments(tmp_path / "root")
     if how == "zeroed header":
         patch(path, 0, bytes(PAGE_BYTES))
@@ -267,7 +245,6 @@ def test_lost_segment_is_a_miss(tmp_path: Path, how: str) -> None:
     assert answer.failed_blocks == frozenset(TARGET)
     assert reader.transfers[0].metrics.total().get("gone_chunks", 0) == (how == "unlinked")
     assert verify(find_root(tmp_path / "root"), reader.store._keeper._index).bad or how == "unlinked"
-    reader.close()
 
 
 def test_bytes_that_go_bad_in_host_memory_are_read_again_from_the_file(tmp_path: Path) -> None:
@@ -282,7 +259,6 @@ def test_bytes_that_go_bad_in_host_memory_are_read_again_from_the_file(tmp_path:
     assert engine.transfers[0].metrics.total()["checksum_failures"] == 1
     pairs = zip(engine.blocks(BLOCKS), engine.blocks(TARGET), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    engine.close()
 
 
 def test_another_namespace_shares_nothing(tmp_path: Path) -> None:
@@ -291,8 +267,6 @@ def test_another_namespace_shares_nothing(tmp_path: Path) -> None:
     one.save(TOKENS, BLOCKS)
     assert one.namespace.id != two.namespace.id
     assert two.load(TOKENS, TARGET) == (0, [])
-    one.close()
-    two.close()
 
 
 def test_files_are_private(tmp_path: Path) -> None:
@@ -300,7 +274,6 @@ def test_files_are_private(tmp_path: Path) -> None:
     engine.save(TOKENS, BLOCKS)
     for path in (tmp_path / "v2").rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, path
-    engine.close()
 
 
 def test_reset_leaves_everything_behind_and_removes_what_nobody_can_ask_for(tmp_path: Path) -> None:
@@ -315,7 +288,6 @@ def test_reset_leaves_everything_behind_and_removes_what_nobody_can_ask_for(tmp_
     assert SegmentFiles(tmp_path / "v2" / private.hex(), direct=False).ids() == []
     again = Engine(tmp_path)
     assert again.load(TOKENS, TARGET)[0] == 5, "the namespace of the files is as it was"
-    again.close()
 
 
 def test_a_segment_whose_writer_died_before_its_header_is_unfinished_not_bad(tmp_path: Path) -> None:
@@ -328,7 +300,6 @@ def test_a_segment_whose_writer_died_before_its_header_is_unfinished_not_bad(tmp
     assert Housekeeper(engine.store._keeper._index, tmp_path / "v2", "me").rebuild().unreadable == ()
     patch(path, 0, bytes(PAGE_BYTES))
     assert verify(find_root(tmp_path), engine.store._keeper._index).bad, "records were there"
-    engine.close()
 
 
 def test_saving_rests_while_the_index_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +314,6 @@ def test_saving_rests_while_the_index_is_away(tmp_path: Path, monkeypatch: pytes
     assert [done.outcome for done in engine.save(TOKENS[:64], BLOCKS[:4])] == [SaveOutcome.FAILED]
     engine.store._resume_at_s = 0.0  # it plans on
     assert [done.outcome for done in engine.save(TOKENS[64:], BLOCKS[4:])] == 4 * [SaveOutcome.RESTING]
-    engine.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -379,7 +349,6 @@ def test_a_fault_of_the_loop_ends_the_chunks_and_keeps_others_from_nothing(
     assert [done[key] for key in engine.keys(TOKENS)[1:]] == 4 * [SaveOutcome.SAVED]
     files = saver._worker.files(engine.store.namespace_id)
     assert not any(segment.users for segment in files._open.values())
-    engine.close()
 
 
 def test_a_chunk_that_was_given_up_while_it_was_signed_is_not_answered_again(tmp_path: Path) -> None:
@@ -387,7 +356,6 @@ def test_a_chunk_that_was_given_up_while_it_was_signed_is_not_answered_again(tmp
     saver = engine.transfers[0]._saver
     saver._signed([object()], TierUnavailable("the worker is closed"))  # type: ignore[list-item]
     assert saver.take_done() == []
-    engine.close()
 
 
 def test_a_set_that_is_gone_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -398,4 +366,3 @@ def test_a_set_that_is_gone_is_told_of_once(tmp_path: Path, caplog: pytest.LogCa
     for _ in range(3):
         segments._unlink(worker.files(engine.store.namespace_id), 5)
     assert caplog.text.count("segment set 0000000000000005 was removed") == 1
-    engine.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,10 +56,8 @@ class Watched:
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    engine = Engine(tmp_path, changes={"io": {"threads": 4, "timeout_s": 10.0, "fdatasync": "always"}})
-    yield engine
-    engine.close()
+def engine(tmp_path: Path) -> Engine:
+    return Engine(tmp_path, changes={"io": {"threads": 4, "timeout_s": 10.0, "fdatasync": "always"}})
 
 
 def test_each_file_of_a_batch_is_flushed_once_and_before_it_is_published(engine: Engine) -> None:
@@ -137,4 +135,3 @@ def test_local_disks_are_not_flushed(tmp_path: Path, fdatasync: str) -> None:
     watched = Watched(engine)
     assert {done.outcome for done in engine.save(TOKENS, BLOCKS)} == {SaveOutcome.SAVED}
     assert watched.events == [{WriteOp}, "publish"]
-    engine.close()

@@ -20,7 +20,8 @@ from kvtier.scheduler.store import WantedChunk
 from kvtier.storage import segments as segments_module
 from kvtier.storage.stuck_files import HUNG_FILES_MIN, StuckFiles
 from kvtier.worker import loads
-from tests.support.rig import Engine
+from tests.support.clock import Clock
+from tests.support.rig import Engine, saved_by_another
 from tests.waiting import wait_until
 
 TIMEOUT_S = 2.0
@@ -112,9 +113,7 @@ def saves(engine: Engine, n: int, timeout_s: float) -> list[SaveDone]:
 def two_sets(tmp_path: Path) -> Path:
     """FIRST and SECOND, in a segment set each."""
     for tokens, blocks in ((FIRST, BLOCKS), (SECOND, OTHERS)):
-        writer = Engine(tmp_path)
-        writer.save(tokens, blocks)
-        writer.close()
+        saved_by_another(tmp_path, tokens, blocks)
     assert len(segment_files(tmp_path)) == 2
     return tmp_path
 
@@ -142,7 +141,6 @@ def test_an_open_that_hangs_holds_up_no_load_of_other_files(two_sets: Path, hang
     arena = reader.transfers[0]._worker.arena
     reader.transfers[0].tidy()
     assert arena.available == arena.n_slots
-    reader.close()
 
 
 def test_a_set_that_hangs_holds_up_nobody_who_wants_what_lies_before_it_in_a_prompt(two_sets: Path, hang: Hang) -> None:
@@ -162,7 +160,6 @@ def test_a_set_that_hangs_holds_up_nobody_who_wants_what_lies_before_it_in_a_pro
     assert not answers(reader, 1, TIMEOUT_S / 2)["before"].failed_blocks
     assert answers(reader, 1, 10)["hangs"].failed_blocks == set(range(8, 16)), "what lies before it has landed"
     hang.go_on()
-    reader.close()
 
 
 def test_loads_behind_an_open_that_hangs_give_way_to_others(
@@ -173,9 +170,7 @@ def test_loads_behind_an_open_that_hangs_give_way_to_others(
     monkeypatch.setattr(loads, "WINDOW_MAX", 4)
     third, both = list(range(9000, 9000 + 64 * 2)), [*FIRST, *SECOND]
     for tokens, blocks in ((both, range(16)), (third, BLOCKS)):
-        writer = Engine(two_sets)
-        writer.save(tokens, blocks)
-        writer.close()
+        saved_by_another(two_sets, tokens, blocks)
     long = {"io": {"threads": 2, "timeout_s": 20.0}}
     reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}) | long)
     entries = reader.store.lookup(reader.keys(both))
@@ -188,7 +183,6 @@ def test_loads_behind_an_open_that_hangs_give_way_to_others(
     assert not answers(reader, 1, 18)["other"].failed_blocks, "a quarter of the time-out has passed"
     hang.go_on()
     assert set(answers(reader, 1, 30)) == {"hangs"}
-    reader.close()
 
 
 @pytest.mark.parametrize("call", ["open", "fallocate"])
@@ -217,7 +211,6 @@ def test_a_save_that_hangs_ends_in_time_and_others_go_on(tmp_path: Path, hang: H
     wait_until(lambda: not writer._batches)
     assert engine.transfers[0].poll().saves == [] and arena.available >= arena.n_slots - 2
     assert engine.load(FIRST, range(100, 108)) == (0, []), "what came late was not published"
-    engine.close()
 
 
 @pytest.mark.parametrize("call", ["open", "fstat"])
@@ -239,7 +232,6 @@ def test_a_save_that_hangs_holds_up_no_save_of_another_set(tmp_path: Path, hang:
     assert [by_key[key] for key in engine.keys(SECOND)] == [SaveOutcome.SAVED] * 2
     assert [by_key[key] for key in engine.keys(FIRST)] == [SaveOutcome.FAILED] * 2
     hang.go_on()
-    engine.close()
 
 
 @pytest.mark.parametrize("call", ["open", "write"])
@@ -291,7 +283,6 @@ def test_a_file_that_hangs_holds_up_no_other_file_of_its_set(
 
     wait_until(has_all)
     assert engine.load(tokens, range(100, 116)) == (0, []), "what came late was not published"
-    engine.close()
 
 
 def test_saves_that_are_queued_behind_one_that_hangs_do_not_follow_it(tmp_path: Path, hang: Hang) -> None:
@@ -307,7 +298,6 @@ def test_saves_that_are_queued_behind_one_that_hangs_do_not_follow_it(tmp_path: 
     assert [answer.outcome for answer in done] == [SaveOutcome.FAILED] + [SaveOutcome.RESTING] * 3
     assert time.monotonic() - started_s < TIMEOUT_S + 2
     hang.go_on()
-    engine.close()
 
 
 def test_closing_waits_for_no_storage_that_hangs(tmp_path: Path, hang: Hang) -> None:
@@ -327,31 +317,24 @@ def test_closing_waits_for_no_storage_that_hangs(tmp_path: Path, hang: Hang) -> 
     hang.go_on()
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_reads_that_are_slow_while_others_end_say_nothing_of_the_storage() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     stuck = StuckFiles(10.0, clock)
     names = [(number, 0) for number in range(HUNG_FILES_MIN)]
     for number in range(20):
-        clock.now = 100.0 + number
+        clock.now_s = 100.0 + number
         stuck.answered()
     stuck.note_read(names, begun_s=105.0)
     assert "0000000000000000-0000" in stuck.why_not(names) and stuck.why_not([(99, 0)]) == ""
-    clock.now += 10.0
+    clock.now_s += 10.0
     assert stuck.why_not(names) == "", "asked again"
 
 
 def test_a_storage_of_which_nothing_answers_is_left_as_a_whole() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     stuck = StuckFiles(10.0, clock)
     stuck.answered()
-    clock.now = 111.0
+    clock.now_s = 111.0
     for number in range(HUNG_FILES_MIN):
         assert stuck.why_not([(99, 0)]) == ""
         stuck.note_read([(number, 0)], begun_s=101.0)
@@ -359,7 +342,7 @@ def test_a_storage_of_which_nothing_answers_is_left_as_a_whole() -> None:
 
 
 def test_a_read_that_had_waited_for_its_turn_says_nothing() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     stuck = StuckFiles(10.0, clock)
     stuck.note_read([(1, 0)], begun_s=96.0)
     assert not stuck.has_any

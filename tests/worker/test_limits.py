@@ -18,7 +18,7 @@ from kvtier.kernels.paged import Move, PagedKV
 from kvtier.plan import LoadDone, SaveOutcome
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage.segments import SegmentFiles
-from tests.support.rig import Engine
+from tests.support.rig import Engine, saved_by_another
 from tests.waiting import wait_until
 
 TOKENS = list(range(1000, 1000 + 64 * 5))
@@ -66,9 +66,7 @@ def with_hung_ring(engine: Engine) -> HungRing:
 
 
 def test_a_hung_read_is_a_miss_in_time_and_its_slot_comes_back(tmp_path: Path) -> None:
-    writer = Engine(tmp_path)
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved_by_another(tmp_path, TOKENS, BLOCKS)
     reader = Engine(tmp_path, changes={"io": {"threads": 2, "timeout_s": 0.5}})
     ring = with_hung_ring(reader)
     started = time.monotonic()
@@ -82,7 +80,6 @@ def test_a_hung_read_is_a_miss_in_time_and_its_slot_comes_back(tmp_path: Path) -
     reader.transfers[0].tidy()
     assert arena.available == arena.n_slots
     assert all(not tensor.any() for tensor in reader.blocks(TARGET)), "late bytes reached engine blocks"
-    reader.close()
 
 
 def test_a_hung_write_is_given_up_and_published_never(tmp_path: Path) -> None:
@@ -97,7 +94,6 @@ def test_a_hung_write_is_given_up_and_published_never(tmp_path: Path) -> None:
     engine.transfers[0].tidy()
     arena = engine.transfers[0]._worker.arena
     assert arena.available == arena.n_slots
-    engine.close()
 
 
 def test_saves_beyond_the_bound_are_refused_without_waiting(tmp_path: Path) -> None:
@@ -118,14 +114,11 @@ def test_saves_beyond_the_bound_are_refused_without_waiting(tmp_path: Path) -> N
     lost = engine.store.saved(skipped)
     assert [(one.key, one.outcome) for one in lost] == [(key, SaveOutcome.QUEUE_FULL) for key in keys[2:5]]
     assert not engine.store.is_known(keys[4]) and engine.store.is_known(keys[0])
-    engine.close()
 
 
 def test_loads_beyond_the_bound_wait(tmp_path: Path) -> None:
     """They were answered as failed, as if the storage were at fault."""
-    writer = Engine(tmp_path)
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved_by_another(tmp_path, TOKENS, BLOCKS)
     reader = Engine(tmp_path, changes={"queues": {"load_requests_max": 1, "load_threads": 1}})
     ring = with_hung_ring(reader)
     keys = reader.keys(TOKENS)
@@ -143,13 +136,10 @@ def test_loads_beyond_the_bound_wait(tmp_path: Path) -> None:
     assert not any(load.failed_blocks for load in done)
     counted = reader.transfers[0].metrics.total()
     assert (counted["load_requests"], counted.get("load_failures", 0)) == (n_loads, 0)
-    reader.close()
 
 
 def test_loads_beyond_the_bound_are_answered_by_their_deadline(tmp_path: Path) -> None:
-    writer = Engine(tmp_path)
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved_by_another(tmp_path, TOKENS, BLOCKS)
     changes = {"queues": {"load_requests_max": 1, "load_threads": 1}, "io": {"threads": 2, "timeout_s": 0.5}}
     reader = Engine(tmp_path, changes=changes)
     ring = with_hung_ring(reader)
@@ -162,13 +152,10 @@ def test_loads_beyond_the_bound_are_answered_by_their_deadline(tmp_path: Path) -
     wait_until(lambda: done.extend(reader.transfers[0].poll().loads) or len(done) == 8, "all answers")
     assert all(len(load.failed_blocks) == 20 for load in done)
     ring.returned.set()
-    reader.close()
 
 
 def test_a_chunk_on_its_way_is_not_read_twice(tmp_path: Path) -> None:
-    writer = Engine(tmp_path)
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved_by_another(tmp_path, TOKENS, BLOCKS)
     reader = Engine(tmp_path, changes={"host": {"arena_bytes": 8 << 20, "admit": "never"}})
     ring = with_hung_ring(reader)
     keys = reader.keys(TOKENS)
@@ -184,7 +171,6 @@ def test_a_chunk_on_its_way_is_not_read_twice(tmp_path: Path) -> None:
     assert [done.failed_blocks for done in reader.transfers[0].poll().loads] == [frozenset()] * 2
     assert len(ring.submitted) == 5, "the second request took what the first one read"
     assert all(torch.equal(a, b) for a, b in zip(reader.blocks(range(20)), reader.blocks(range(20, 40)), strict=True))
-    reader.close()
 
 
 def test_a_dead_index_is_a_miss_and_saving_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,14 +187,11 @@ def test_a_dead_index_is_a_miss_and_saving_goes_on(tmp_path: Path, monkeypatch: 
         assert {answer.outcome for answer in engine.save(list(range(64)), BLOCKS)} == {SaveOutcome.FAILED}
     assert engine.store.metrics.total()["index_errors"] == 1
     assert engine.load(TOKENS, TARGET)[0] == 5
-    engine.close()
 
 
 def test_more_chunks_than_the_arena_has_slots_load_all_the_same(tmp_path: Path) -> None:
     tokens = list(range(64 * 20))
-    writer = Engine(tmp_path, changes={"host": {"arena_bytes": 64 << 20}})
-    writer.save(tokens, range(80))
-    writer.close()
+    saved_by_another(tmp_path, tokens, range(80), changes={"host": {"arena_bytes": 64 << 20}})
     reader = Engine(tmp_path, changes={"host": {"arena_bytes": 5 * (4096 + (256 << 10)), "admit": "always"}})
     assert reader.transfers[0]._worker.arena.n_slots == 5
     n_chunks, (answer,) = reader.load(tokens, range(100, 180))
@@ -217,16 +200,13 @@ def test_more_chunks_than_the_arena_has_slots_load_all_the_same(tmp_path: Path) 
     reader.prefill(tokens, range(100, 180))
     assert all(torch.equal(a, b) for a, b in zip(loaded, reader.blocks(range(100, 180)), strict=True))
     reader.transfers[0]._worker.arena.check()
-    reader.close()
 
 
 def test_a_hanging_open_is_a_miss_in_time_and_never_stops_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mount that hangs in open(): reads have deadlines of their own, system calls have not."""
-    writer = Engine(tmp_path)
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved_by_another(tmp_path, TOKENS, BLOCKS)
     reader = Engine(tmp_path, changes={"io": {"threads": 2, "timeout_s": 1.0}})
     keys = reader.keys(TOKENS)
     entries = reader.store.lookup(keys)
@@ -260,7 +240,6 @@ def test_a_hanging_open_is_a_miss_in_time_and_never_stops_the_engine(
     arena = transfer._worker.arena
     transfer.tidy()
     assert arena.available == arena.n_slots
-    reader.close()
 
 
 def test_two_loads_never_wait_for_each_other(tmp_path: Path) -> None:
@@ -291,13 +270,10 @@ def test_two_loads_never_wait_for_each_other(tmp_path: Path) -> None:
     arena.check()
     reader.transfers[0].tidy()
     assert arena.available == arena.n_slots
-    reader.close()
 
 
 def test_a_long_queue_is_not_taken_for_dead_storage(tmp_path: Path) -> None:
-    writer = Engine(tmp_path)
-    writer.save(TOKENS, BLOCKS)
-    writer.close()
+    saved_by_another(tmp_path, TOKENS, BLOCKS)
     reader = Engine(tmp_path, changes={"queues": {"load_threads": 1}, "io": {"threads": 2, "timeout_s": 1.2}})
     worker = reader.transfers[0]._worker
     decode = worker.codec.decode
@@ -316,7 +292,6 @@ def test_a_long_queue_is_not_taken_for_dead_storage(tmp_path: Path) -> None:
     answers = reader.transfers[0].poll().loads
     assert len(answers) == 10 and 0 < sum(bool(answer.failed_blocks) for answer in answers) < 10
     assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset(), "a fresh request was refused"
-    reader.close()
 
 
 def test_a_gather_that_raises_loses_no_slot_and_no_answer(tmp_path: Path) -> None:
@@ -343,4 +318,3 @@ def test_a_gather_that_raises_loses_no_slot_and_no_answer(tmp_path: Path) -> Non
     assert worker.arena.available == worker.arena.n_slots
     engine.store.saved(done)
     assert len(engine.save(TOKENS, BLOCKS)) == 5
-    engine.close()

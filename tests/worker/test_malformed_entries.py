@@ -3,7 +3,7 @@ segment's records is read, and what cannot be right is taken out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,10 +20,8 @@ FAR = 2**32 - 1
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    engine = Engine(tmp_path, changes={"host": {"arena_bytes": 8 << 20, "admit": "never"}})
-    yield engine
-    engine.close()
+def engine(tmp_path: Path) -> Engine:
+    return Engine(tmp_path, changes={"host": {"arena_bytes": 8 << 20, "admit": "never"}})
 
 
 def other(location: Location, **changes: object) -> Location:
@@ -89,4 +87,3 @@ def test_a_record_of_another_cut_than_its_segment(tmp_path: Path) -> None:
         (done,) = transfer.poll().loads
         assert done.failed_blocks == frozenset(TARGET[:4])
         assert names.CHECKSUM_FAILURES not in transfer.metrics.total(), "it was not even read"
-    two.close()

@@ -37,7 +37,6 @@ def test_records_that_do_not_fit_a_slot_together_are_a_miss_once(tmp_path: Path)
     assert n_chunks == 1 and not answer.failed_blocks
     (entry,) = reader.store.lookup(reader.keys(TOKENS))
     assert len(entries.unpack(entry)) == 1
-    reader.close()
 
 
 def test_what_fits_is_loaded_from_both(tmp_path: Path) -> None:
@@ -46,4 +45,3 @@ def test_what_fits_is_loaded_from_both(tmp_path: Path) -> None:
     reader = Engine(tmp_path)
     n_chunks, (answer,) = reader.load(TOKENS, TARGET)
     assert n_chunks == 1 and not answer.failed_blocks
-    reader.close()

@@ -3,7 +3,6 @@ another user's, and whoever may read the file may not read that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,15 +25,6 @@ ODD = geometry(layers=3, k_head_size=20, v_head_size=20, dtype="bfloat16", eleme
 OLDER = 0xA5
 
 
-@pytest.fixture
-def engines() -> Iterator[list[Engine]]:
-    """Closed after the test."""
-    started: list[Engine] = []
-    yield started
-    for engine in started:
-        engine.close()
-
-
 def fill_slots(*arenas: ChunkArena) -> None:
     """As older chunks would: every byte of every slot."""
     for arena in arenas:
@@ -55,10 +45,9 @@ def check_files(engine: Engine) -> None:
 @pytest.mark.parametrize(("codec", "shape"), [("raw", ODD), ("int8", ODD), ("int8", SHAPE), ("k4v4", SHAPE)])
 @pytest.mark.parametrize("cut", [(1, None), (2, [range(1), range(1, 3)])])
 def test_written_from_the_slots_it_was_gathered_into(
-    tmp_path: Path, engines: list[Engine], codec: str, shape: Geometry, cut: tuple[int, list[range] | None]
+    tmp_path: Path, codec: str, shape: Geometry, cut: tuple[int, list[range] | None]
 ) -> None:
     engine = Engine(tmp_path, shape, *cut, changes={"codec": codec})
-    engines.append(engine)
     fill_slots(*(transfer._worker.arena for transfer in engine.transfers))
     done = engine.save(TOKENS, BLOCKS)
     assert {answer.outcome for answer in done} == {SaveOutcome.SAVED}
@@ -67,10 +56,9 @@ def test_written_from_the_slots_it_was_gathered_into(
     assert n == 3 and not any(answer.failed_blocks for answer in answers)
 
 
-def test_copied_down_from_staging(tmp_path: Path, engines: list[Engine]) -> None:
+def test_copied_down_from_staging(tmp_path: Path) -> None:
     """Summed before that: the sums are those of zeros, too, or nothing would be published."""
     engine = LazyEngine(tmp_path, ODD)
-    engines.append(engine)
     engine.lay_over()
     engine.on_threads()
     fill_slots(engine.staging, engine.host)
@@ -79,11 +67,10 @@ def test_copied_down_from_staging(tmp_path: Path, engines: list[Engine]) -> None
     check_files(engine)
 
 
-def test_of_one_chunk_every_record_has_the_same_bytes(tmp_path: Path, engines: list[Engine]) -> None:
+def test_of_one_chunk_every_record_has_the_same_bytes(tmp_path: Path) -> None:
     found = []
     for number, older in enumerate((0x00, OLDER, 0xFF)):
         engine = Engine(tmp_path / str(number), ODD)
-        engines.append(engine)
         arena = engine.transfers[0]._worker.arena
         arena._buffer.fill_(older)
         engine.wait_for_set()

@@ -25,7 +25,6 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
     engine.wait_for_set()
     engine.prefill(TOKENS, BLOCKS)
     yield engine
-    engine.close()
 
 
 def plan(engine: Engine) -> SavePlan | None:

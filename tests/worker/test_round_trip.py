@@ -65,7 +65,6 @@ def test_any_cut_reads_what_any_other_wrote(tmp_path: Path, shape, writer, reade
     assert all(not tensor.any() for tensor in untouched)
     second.prefill(TOKENS, ELSEWHERE[:20])
     assert same(loaded, second.blocks(ELSEWHERE[:20]))
-    second.close()
 
 
 @pytest.mark.parametrize("shape", ["slots", "fp8"])
@@ -82,7 +81,6 @@ def test_a_load_leaves_computed_blocks_alone(tmp_path: Path) -> None:
     assert n_chunks == 4
     assert all(not tensor.any() for tensor in engine.blocks(ELSEWHERE[:6]))
     assert same(engine.blocks(ELSEWHERE[6:20]), engine.blocks(BLOCKS[6:20]))
-    engine.close()
 
 
 def test_what_is_stored_is_not_written_again(tmp_path: Path) -> None:
@@ -90,5 +88,3 @@ def test_what_is_stored_is_not_written_again(tmp_path: Path) -> None:
     assert len(first.save(TOKENS, BLOCKS)) == 5
     assert first.save(TOKENS, BLOCKS) == []
     assert {answer.outcome for answer in second.save(TOKENS, BLOCKS)} == {SaveOutcome.PRESENT}
-    first.close()
-    second.close()

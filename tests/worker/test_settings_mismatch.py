@@ -69,7 +69,6 @@ def test_a_worker_of_other_settings_moves_nothing(
     assert f"is of another {what}: " in caplog.text and "give all processes of an engine the same" in caplog.text
     assert sound.load(TOKENS, TARGET)[0] == 2, "what is sound was taken out of the index"
     drifted.close()
-    sound.close()
 
 
 def test_another_epoch_is_no_difference(tmp_path: Path) -> None:

@@ -147,7 +147,6 @@ def test_a_copy_that_went_bad_is_read_anew_once(tmp_path: Path) -> None:
         assert readers.holds_what_was_saved(blocks)
     assert readers.ring.n_reads == N_CHUNKS + 1
     wait_until(readers.all_is_given_back, "a slot or a fetch was left")
-    engine.close()
 
 
 def test_a_decode_that_raises_costs_its_loads_and_no_slot(readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,4 +236,3 @@ def test_a_read_that_hangs_keeps_no_slots_from_others(tmp_path: Path, monkeypatc
     let_go.set()
     wait_until(lambda: done.extend(transfer.poll(0.05).loads) or len(done) == 2, "the long load ends", 6.0)
     assert not done[1].failed_blocks
-    engine.close()

@@ -34,7 +34,6 @@ class SaltedEngine(Engine):
 def engine(tmp_path: Path) -> Iterator[SaltedEngine]:
     engine = SaltedEngine(tmp_path)
     yield engine
-    engine.close()
 
 
 @pytest.mark.parametrize(("owner", "other"), [*itertools.permutations(("", "a", "b"), 2)])
