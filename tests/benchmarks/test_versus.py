@@ -306,17 +306,10 @@ def test_repetitions_are_expected_to_take_as_long_as_repetitions(
     assert not comparison.in_time("repetition", "4", lambda: lasts(70.0))
 
 
-def test_a_result_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        versus.parse(["--out", str(tmp_path / "nowhere" / "out.json")])
+REFUSED = ["--together=0", "--repetitions=0", "--lengths=", "--lengths=8k", "--systems=nosuch", "--out=nowhere/x.json"]
 
 
-@pytest.mark.parametrize("flag", ["--together=0", "--repetitions=0", "--lengths=", "--lengths=8k"])
-def test_numbers_that_are_none_are_refused(flag: str) -> None:
+@pytest.mark.parametrize("flag", REFUSED)
+def test_wrong_flags_are_refused(flag: str) -> None:
     with pytest.raises(SystemExit):
         versus.parse(["--out", "x.json", flag])
-
-
-def test_unknown_systems_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        versus.parse(["--out", str(tmp_path / "out.json"), "--systems", "nosuch"])

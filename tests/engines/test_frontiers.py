@@ -73,16 +73,11 @@ def test_other_blocks_hold_nothing_of_the_steps_before(tmp_path: Path) -> None:
     assert asked.steps(4, 3) == [0, 0, 50]
 
 
-def test_an_answer_tells_that_its_steps_were_carried_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("outputs", "frontier"), [(1, 200), (0, 100)], ids=["answer", "abort"])
+def test_an_answer_alone_tells_that_its_steps_were_carried_out(tmp_path: Path, outputs: int, frontier: int) -> None:
     asked = Asked(tmp_path)
     asked.steps(0, 4)
-    assert asked.end(200, outputs=1) == 200
-
-
-def test_an_abort_does_not(tmp_path: Path) -> None:
-    asked = Asked(tmp_path)
-    asked.steps(0, 4)
-    assert asked.end(200, outputs=0) == 100
+    assert asked.end(200, outputs) == frontier
 
 
 def test_an_answer_from_before_a_preemption_does_not(tmp_path: Path) -> None:

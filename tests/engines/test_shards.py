@@ -181,9 +181,14 @@ def test_a_flipped_byte_is_refused(copied: Path) -> None:
         load(copied, RANKS, 0)
 
 
-def test_a_damaged_manifest_is_refused(copied: Path) -> None:
-    (copied / NAME).write_text("{}")
-    with pytest.raises(ConfigError, match="no manifest of shards"):
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("{}", "no manifest of shards"), ("", "without kvtier-weights.json.*run `kvtier weights shard` again")],
+    ids=["damaged", "missing"],
+)
+def test_shards_without_a_manifest_are_refused(copied: Path, content: str, said: str) -> None:
+    (copied / NAME).write_text(content) if content else (copied / NAME).unlink()
+    with pytest.raises(ConfigError, match=said):
         load(copied, RANKS, 0)
 
 
@@ -211,12 +216,6 @@ def test_the_message_has_the_reason_of_vllm(checkpoint: Path, tmp_path: Path, ca
     assert "heads (8) must be divisible by tensor parallel size (3)" in capsys.readouterr().err
     assert main(["weights", "shard", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "config.json" in capsys.readouterr().err
-
-
-def test_shards_that_are_not_complete_are_refused(copied: Path) -> None:
-    (copied / NAME).unlink()
-    with pytest.raises(ConfigError, match="without kvtier-weights.json.*run `kvtier weights shard` again"):
-        load(copied, RANKS, 0)
 
 
 def test_another_architecture_is_refused(made: Path) -> None:

@@ -44,8 +44,9 @@ def test_answers_are_those_that_were_computed(found: dict[str, Any], way: str) -
     assert found[way]["tokens"] == found["computed"]["tokens"]
 
 
-@pytest.mark.parametrize("way", ["tier", "held"])
+@pytest.mark.parametrize("way", ["tier", "held", "failed"])
 def test_one_load_and_one_copy(found: dict[str, Any], way: str) -> None:
+    """After a failure the first request computes, and the others hit what it computes."""
     assert found[way]["loads"] == [CHUNKS]
     assert found[way]["blocks"] <= 1.2 * found["own"]["blocks"]
 
@@ -59,11 +60,6 @@ def test_without_waiting_each_loads_its_own(found: dict[str, Any]) -> None:
 def test_an_abort_of_the_first_makes_the_second_load(found: dict[str, Any]) -> None:
     assert found["aborted"]["loads"] == [CHUNKS, CHUNKS]
     assert found["aborted"]["tokens"][1:] == found["computed"]["tokens"][1:]
-
-
-def test_after_a_failure_the_first_computes_and_the_others_hit_what_it_computes(found: dict[str, Any]) -> None:
-    assert found["failed"]["loads"] == [CHUNKS]
-    assert found["failed"]["blocks"] <= 1.2 * found["own"]["blocks"]
 
 
 def test_an_overdue_load_is_waited_for_no_longer(found: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -98,44 +99,36 @@ def test_round_trip(namespace: Namespace) -> None:
     assert Namespace.from_json(namespace.canonical_json()) == namespace
 
 
+DAMAGES: list[Callable[[dict[str, Any]], object]] = [
+    lambda values: values.pop("epoch"),
+    lambda values: values.update(colour="red"),
+    lambda values: values["geometry"].pop("layers"),
+    lambda values: values["geometry"].update(layers="8"),
+    lambda values: values["geometry"].update(layers=True),
+    lambda values: values["codec"].update(version=1.0),
+    lambda values: values.update(codec="raw"),
+    lambda values: values.update(weights=None),
+]
+OF_PLAIN_LAYERS: list[Callable[[dict[str, Any]], object]] = [
+    lambda values: values["geometry"].pop("plain"),
+    lambda values: values["geometry"].pop("plain_layers"),
+    lambda values: values["geometry"].update(plain=None),
+    lambda values: values["geometry"].update(plain_layers=[]),
+    lambda values: values["geometry"].update(plain_layers=[], plain=None),
+    lambda values: values["geometry"].update(plain_layers="07"),
+    lambda values: values["geometry"].update(plain_layers=[0, "7"]),
+    lambda values: values["geometry"].update(plain=[128, 128, "bfloat16", 2]),
+    lambda values: values["geometry"]["plain"].pop("dtype"),
+    lambda values: values["geometry"]["plain"].update(k_head_size="128"),
+]
+
+
 @pytest.mark.parametrize(
-    "damage",
-    [
-        lambda values: values.pop("epoch"),
-        lambda values: values.update(colour="red"),
-        lambda values: values["geometry"].pop("layers"),
-        lambda values: values["geometry"].update(layers="8"),
-        lambda values: values["geometry"].update(layers=True),
-        lambda values: values["codec"].update(version=1.0),
-        lambda values: values.update(codec="raw"),
-        lambda values: values.update(weights=None),
-    ],
+    ("of", "damage"), [*((NAMESPACE, damage) for damage in DAMAGES), *((MIXED, damage) for damage in OF_PLAIN_LAYERS)]
 )
-def test_damaged_json_is_corrupt(damage: Any) -> None:
-    values = json.loads(NAMESPACE.canonical_json())
+def test_damaged_json_is_corrupt(of: Namespace, damage: Callable[[dict[str, Any]], object]) -> None:
+    values = json.loads(of.canonical_json())
     damage(values)
-    with pytest.raises(Corrupt):
-        Namespace.from_json(canonical_text(values))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda geometry: geometry.pop("plain"),
-        lambda geometry: geometry.pop("plain_layers"),
-        lambda geometry: geometry.update(plain=None),
-        lambda geometry: geometry.update(plain_layers=[]),
-        lambda geometry: geometry.update(plain_layers=[], plain=None),
-        lambda geometry: geometry.update(plain_layers="07"),
-        lambda geometry: geometry.update(plain_layers=[0, "7"]),
-        lambda geometry: geometry.update(plain=[128, 128, "bfloat16", 2]),
-        lambda geometry: geometry["plain"].pop("dtype"),
-        lambda geometry: geometry["plain"].update(k_head_size="128"),
-    ],
-)
-def test_damaged_json_of_plain_layers_is_corrupt(damage: Any) -> None:
-    values = json.loads(MIXED.canonical_json())
-    damage(values["geometry"])
     with pytest.raises(Corrupt):
         Namespace.from_json(canonical_text(values))
 

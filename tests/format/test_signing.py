@@ -35,6 +35,7 @@ from kvtier.runtime.exit_status import FOUND_BAD, OK
 from kvtier.storage.root import find_root
 from kvtier.worker.cuda_events import Mark
 from tests.support import walks
+from tests.support.ends import engines_end as engines_end  # a fixture
 from tests.support.lazy import LazyEngine
 from tests.support.rig import Engine, geometry
 
@@ -57,16 +58,14 @@ def signed(folder: Path, **changes: object) -> dict[str, object]:
     return NO_CACHE | {"signing": {"key_file": str(key_file(folder))}} | changes
 
 
-@pytest.fixture
-def made() -> Iterator[list[Engine]]:
-    engines: list[Engine] = []
-    yield engines
-    for engine in engines:
-        engine.close()
-
-
 def failed(engine: Engine, tokens: list[int] = TOKENS) -> list[frozenset[int]]:
     return [done.failed_blocks for done in engine.load(tokens, TARGET)[1]]
+
+
+def assert_whole(reader: Engine) -> None:
+    """TARGET holds what was computed of TOKENS."""
+    reader.prefill(TOKENS, BLOCKS)
+    assert all((a == b).all() for a, b in zip(reader.blocks(BLOCKS), reader.blocks(TARGET), strict=True))
 
 
 def saved(root: Path, changes: dict[str, object], **more: Any) -> Engine:
@@ -93,21 +92,19 @@ def late(tmp_path: Path) -> Iterator[LazyEngine]:
 
 @pytest.mark.parametrize("writers", [1, 2, 4])
 @pytest.mark.parametrize("readers", [1, 2, 4])
-def test_any_engine_with_the_secret_loads_it(tmp_path: Path, made: list[Engine], writers: int, readers: int) -> None:
+def test_any_engine_with_the_secret_loads_it(tmp_path: Path, writers: int, readers: int) -> None:
     """Also one of other ranks, which reads some slabs of a record, or of several."""
     changes = signed(tmp_path)
     saved(tmp_path / "kv", changes, tensor_size=writers)
     reader = Engine(tmp_path / "kv", tensor_size=readers, changes=changes)
-    made.append(reader)
     assert failed(reader) == [frozenset()] * readers
-    reader.prefill(TOKENS, BLOCKS)
-    assert all((a == b).all() for a, b in zip(reader.blocks(BLOCKS), reader.blocks(TARGET), strict=True))
+    assert_whole(reader)
     assert reader.load(TOKENS, TARGET)[0] == 3
 
 
-def test_who_has_another_secret_or_none_finds_nothing(tmp_path: Path, made: list[Engine]) -> None:
+def test_who_has_another_secret_or_none_finds_nothing(tmp_path: Path) -> None:
     other = {"signing": {"key_file": str(key_file(tmp_path, SECRET[::-1], "other"))}}
-    made += [Engine(tmp_path / "kv", changes=changes) for changes in (signed(tmp_path), NO_CACHE | other, NO_CACHE)]
+    made = [Engine(tmp_path / "kv", changes=changes) for changes in (signed(tmp_path), NO_CACHE | other, NO_CACHE)]
     assert len({engine.namespace.id for engine in made}) == 3
     for engine in made:
         assert len(engine.save(TOKENS, BLOCKS)) == 3
@@ -261,15 +258,12 @@ PLANTS = [changed_slabs, another_keys_record, heads_change_places, no_tags, tags
 
 @pytest.mark.parametrize("is_signed", [True, False], ids=["signed", "not signed"])
 @pytest.mark.parametrize("plant", PLANTS)
-def test_what_is_planted_in_files(
-    tmp_path: Path, made: list[Engine], plant: Callable[[Records], None], is_signed: bool
-) -> None:
+def test_what_is_planted_in_files(tmp_path: Path, plant: Callable[[Records], None], is_signed: bool) -> None:
     changes = signed(tmp_path) if is_signed else NO_CACHE
     changes = changes | {"index": {"kind": "memory"}}  # made anew from what the files say, by the next engine
     writer = saved(tmp_path / "kv", changes)
     plant_in_files(tmp_path / "kv", writer.namespace.id, plant)
     reader = Engine(tmp_path / "kv", changes=changes)
-    made.append(reader)
     rebuilt(reader)
     before = reader.blocks(TARGET)
     (transfer,) = reader.transfers
@@ -288,7 +282,7 @@ def rebuilt(engine: Engine) -> None:
     object.__setattr__(worker, "index", keeper._index)  # one in memory is each half's own
 
 
-def test_a_record_of_another_namespace_with_the_same_secret(tmp_path: Path, made: list[Engine]) -> None:
+def test_a_record_of_another_namespace_with_the_same_secret(tmp_path: Path) -> None:
     """Keys chain from the namespace, so the stranger writes the other model's record under the key that is wanted."""
     changes = signed(tmp_path) | {"index": {"kind": "memory"}}
     writers = [saved(tmp_path / "kv", changes, weights=weights) for weights in ("one", "two")]
@@ -301,13 +295,12 @@ def test_a_record_of_another_namespace_with_the_same_secret(tmp_path: Path, made
 
     plant_in_files(tmp_path / "kv", writers[0].namespace.id, plant)
     reader = Engine(tmp_path / "kv", weights="one", changes=changes)
-    made.append(reader)
     rebuilt(reader)
     assert failed(reader) == [frozenset(TARGET)]
     assert one.exists()
 
 
-def test_a_record_that_was_copied_to_another_slot_is_the_same_kv(tmp_path: Path, made: list[Engine]) -> None:
+def test_a_record_that_was_copied_to_another_slot_is_the_same_kv(tmp_path: Path) -> None:
     changes = signed(tmp_path) | {"index": {"kind": "memory"}}
     writer = saved(tmp_path / "kv", changes)
 
@@ -319,20 +312,17 @@ def test_a_record_that_was_copied_to_another_slot_is_the_same_kv(tmp_path: Path,
 
     plant_in_files(tmp_path / "kv", writer.namespace.id, turn)
     reader = Engine(tmp_path / "kv", changes=changes)
-    made.append(reader)
     rebuilt(reader)
     assert failed(reader) == [frozenset()]
-    reader.prefill(TOKENS, BLOCKS)
-    assert all((a == b).all() for a, b in zip(reader.blocks(BLOCKS), reader.blocks(TARGET), strict=True))
+    assert_whole(reader)
 
 
 @pytest.mark.parametrize("is_signed", [True, False], ids=["signed", "not signed"])
 @pytest.mark.parametrize("what", ["another's record", "an empty slot"])
-def test_who_can_write_to_the_index_alone(tmp_path: Path, made: list[Engine], what: str, is_signed: bool) -> None:
+def test_who_can_write_to_the_index_alone(tmp_path: Path, what: str, is_signed: bool) -> None:
     """An entry says where slabs lie and what they sum to: both are the stranger's to choose. That others' prompts have
     been saved, or that a slot is still empty, is enough to know what lies there."""
     engine = Engine(tmp_path / "kv", changes=signed(tmp_path) if is_signed else NO_CACHE)
-    made.append(engine)
     engine.save(TOKENS, BLOCKS)
     engine.save(OTHERS, list(range(20, 32)))
     asked, others = engine.keys(TOKENS), engine.keys(OTHERS)
@@ -467,7 +457,6 @@ def test_more_heads_than_a_signed_record_has_room_for(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "kv2", replace(shape, kv_heads=n_heads - 1), changes=signed(tmp_path))
     assert len(engine.save(TOKENS[:16], [0])) == 1
     assert failed(engine, TOKENS[:16]) == [frozenset()]
-    engine.close()
 
 
 def test_a_record_of_more_heads_than_have_tags_is_nobodys() -> None:

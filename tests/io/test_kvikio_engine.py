@@ -68,6 +68,14 @@ def content(path: Path, n_bytes: int) -> bytes:
     return path.read_bytes()
 
 
+@pytest.fixture(name="fd")
+def _fd(tmp_path: Path) -> Iterator[int]:
+    """Descriptor of a segment as large as `target`."""
+    content(tmp_path / "segment", 8 * SLAB * SLABS)
+    with (tmp_path / "segment").open("rb") as file:
+        yield file.fileno()
+
+
 def op_of(fd: int, target: AlignedBuffer, position: int = 0, offset: int = 0) -> ReadOp:
     address = target.address + position * SLAB * SLABS
     return ReadOp(fd, offset, address, SLAB, SLABS, bytes(16), 0, 0, None, True)
@@ -189,14 +197,10 @@ def test_a_file_that_ends_early(reader: KvikioReader, target: AlignedBuffer, tmp
         file.close()
 
 
-def test_a_piece_that_comes_short(
-    kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, tmp_path: Path
-) -> None:
+def test_a_piece_that_comes_short(kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, fd: int) -> None:
     kvikio.before = lambda offset: PAGE_BYTES if offset == PIECE else None
-    content(tmp_path / "segment", SLAB * SLABS)
-    with (tmp_path / "segment").open("rb") as file:
-        batch = reader.submit([op_of(file.fileno(), target)])
-        assert batch.wait(TIMEOUT_S) and batch.results()[0].error == errno.ENODATA
+    batch = reader.submit([op_of(fd, target)])
+    assert batch.wait(TIMEOUT_S) and batch.results()[0].error == errno.ENODATA
 
 
 @pytest.mark.parametrize(
@@ -227,21 +231,19 @@ def test_a_fault_is_its_operations_alone(
 
 
 def test_pread_that_refuses(
-    kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> None:
         raise RuntimeError("cuFileRead: 5030")
 
-    content(tmp_path / "segment", SLAB * SLABS)
-    with (tmp_path / "segment").open("rb") as file:
-        assert reader.submit([op_of(file.fileno(), target)]).wait(TIMEOUT_S)
-        monkeypatch.setattr(type(kvikio.opened[0]), "pread", refuse)
-        batch = reader.submit([op_of(file.fileno(), target)])
-        assert batch.wait(TIMEOUT_S) and batch.results()[0].error == errno.EIO
+    assert reader.submit([op_of(fd, target)]).wait(TIMEOUT_S)
+    monkeypatch.setattr(type(kvikio.opened[0]), "pread", refuse)
+    batch = reader.submit([op_of(fd, target)])
+    assert batch.wait(TIMEOUT_S) and batch.results()[0].error == errno.EIO
 
 
 def test_failed_operation_ends_only_when_nothing_can_land_any_more(
-    kvikio: FakeKvikio, target: AlignedBuffer, tmp_path: Path
+    kvikio: FakeKvikio, target: AlignedBuffer, fd: int
 ) -> None:
     """The first piece fails at once; the second is on its way and lands late. The batch must wait for it."""
     reader = reader_of(kvikio, target, threads=4)
@@ -253,14 +255,12 @@ def test_failed_operation_ends_only_when_nothing_can_land_any_more(
         release.wait(TIMEOUT_S)
 
     kvikio.before = before
-    content(tmp_path / "segment", SLAB * SLABS)
-    with (tmp_path / "segment").open("rb") as file:
-        batch = reader.submit([op_of(file.fileno(), target)])
-        assert not batch.wait(0.1)
-        with pytest.raises(RuntimeError, match="not done"):
-            batch.results()
-        release.set()
-        assert batch.wait(TIMEOUT_S) and batch.results()[0].error == errno.EIO
+    batch = reader.submit([op_of(fd, target)])
+    assert not batch.wait(0.1)
+    with pytest.raises(RuntimeError, match="not done"):
+        batch.results()
+    release.set()
+    assert batch.wait(TIMEOUT_S) and batch.results()[0].error == errno.EIO
     before_reuse = landed(target)
     target.view[:] = GONE * target.n_bytes
     assert before_reuse != landed(target)
@@ -269,45 +269,37 @@ def test_failed_operation_ends_only_when_nothing_can_land_any_more(
     assert reader.close(TIMEOUT_S)
 
 
-def test_cancel_drops_what_waits(
-    kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, tmp_path: Path
-) -> None:
+def test_cancel_drops_what_waits(kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, fd: int) -> None:
     release = gated(kvikio)
-    content(tmp_path / "segment", 8 * SLAB * SLABS)
-    with (tmp_path / "segment").open("rb") as file:
-        batch = reader.submit([op_of(file.fileno(), target, i, i * SLAB * SLABS) for i in range(8)])
-        assert kvikio.reads == 2 * kvikio_engine.IN_FLIGHT_PER_THREAD  # the rest waits here
-        batch.cancel()
-        assert not batch.wait(0.05)
-        release.set()
-        assert batch.wait(TIMEOUT_S)
-        errors = [result.error for result in batch.results()]
-        assert errors[0] == 0 and errors[-1] == errno.ECANCELED
-        assert kvikio.reads == 2 * kvikio_engine.IN_FLIGHT_PER_THREAD
+    batch = reader.submit([op_of(fd, target, i, i * SLAB * SLABS) for i in range(8)])
+    assert kvikio.reads == 2 * kvikio_engine.IN_FLIGHT_PER_THREAD  # the rest waits here
+    batch.cancel()
+    assert not batch.wait(0.05)
+    release.set()
+    assert batch.wait(TIMEOUT_S)
+    errors = [result.error for result in batch.results()]
+    assert errors[0] == 0 and errors[-1] == errno.ECANCELED
+    assert kvikio.reads == 2 * kvikio_engine.IN_FLIGHT_PER_THREAD
 
 
 def test_a_batch_that_nobody_waits_for_holds_up_no_other(
-    kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, tmp_path: Path
+    kvikio: FakeKvikio, reader: KvikioReader, target: AlignedBuffer, fd: int
 ) -> None:
-    content(tmp_path / "segment", SLAB * SLABS)
-    with (tmp_path / "segment").open("rb") as file:
-        first = [reader.submit([op_of(file.fileno(), target, i)]) for i in range(7)]
-        last = reader.submit([op_of(file.fileno(), target, 7)])
-        assert last.wait(TIMEOUT_S)
-        assert all(batch.wait(TIMEOUT_S) for batch in first)
+    first = [reader.submit([op_of(fd, target, i)]) for i in range(7)]
+    last = reader.submit([op_of(fd, target, 7)])
+    assert last.wait(TIMEOUT_S)
+    assert all(batch.wait(TIMEOUT_S) for batch in first)
 
 
-def test_close_leaves_hanging_reads_their_files(kvikio: FakeKvikio, target: AlignedBuffer, tmp_path: Path) -> None:
+def test_close_leaves_hanging_reads_their_files(kvikio: FakeKvikio, target: AlignedBuffer, fd: int) -> None:
     reader = reader_of(kvikio, target)
     release = gated(kvikio)
-    content(tmp_path / "segment", SLAB * SLABS)
-    with (tmp_path / "segment").open("rb") as file:
-        reader.submit([op_of(file.fileno(), target)])
-        assert not reader.close(0.05)
-        assert not reader.close(0.0), "it hangs as before"
-        assert not kvikio.opened[0].closed and not kvikio.freed and reader in kvikio_files.left_behind
-        with pytest.raises(TierUnavailable, match="closed"):
-            reader.submit([op_of(file.fileno(), target)])
+    reader.submit([op_of(fd, target)])
+    assert not reader.close(0.05)
+    assert not reader.close(0.0), "it hangs as before"
+    assert not kvikio.opened[0].closed and not kvikio.freed and reader in kvikio_files.left_behind
+    with pytest.raises(TierUnavailable, match="closed"):
+        reader.submit([op_of(fd, target)])
     release.set()
     assert reader.close(TIMEOUT_S) and kvikio.opened[0].closed
     kvikio_files.left_behind.clear()
@@ -352,34 +344,31 @@ def test_a_file_that_does_not_close_stops_no_reads(kvikio: FakeKvikio, target: A
     kvikio_files.left_behind.clear()
 
 
-def test_refused_operations(reader: KvikioReader, target: AlignedBuffer, tmp_path: Path) -> None:
-    content(tmp_path / "segment", SLAB * SLABS)
-    with (tmp_path / "segment").open("rb") as file:
-        fine = op_of(file.fileno(), target)
-        for change in (
-            {"on_device": False},
-            {"checksums": (1, 2, 3)},
-            {"offset": 100},
-            {"address": target.address + 1},
-            {"slab_bytes": 100},
-            {"n_slabs": 0},
-            {"address": target.address - PAGE_BYTES},
-            {"address": target.address + target.n_bytes - PAGE_BYTES},
-        ):
-            with pytest.raises(ValueError):
-                reader.submit([fine, fine._replace(**change)])
-        with pytest.raises(TierUnavailable, match="cannot open"):
-            reader.submit([fine, fine._replace(fd=9999)])
-        assert reader.submit([fine]).wait(TIMEOUT_S)
+def test_refused_operations(reader: KvikioReader, target: AlignedBuffer, fd: int) -> None:
+    fine = op_of(fd, target)
+    for change in (
+        {"on_device": False},
+        {"checksums": (1, 2, 3)},
+        {"offset": 100},
+        {"address": target.address + 1},
+        {"slab_bytes": 100},
+        {"n_slabs": 0},
+        {"address": target.address - PAGE_BYTES},
+        {"address": target.address + target.n_bytes - PAGE_BYTES},
+    ):
+        with pytest.raises(ValueError):
+            reader.submit([fine, fine._replace(**change)])
+    with pytest.raises(TierUnavailable, match="cannot open"):
+        reader.submit([fine, fine._replace(fd=9999)])
+    assert reader.submit([fine]).wait(TIMEOUT_S)
 
 
 def test_queue_is_bounded(
-    reader: KvikioReader, target: AlignedBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reader: KvikioReader, target: AlignedBuffer, fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvikio_engine, "QUEUED_PIECES_MAX", 4)
-    content(tmp_path / "segment", SLAB * SLABS)
-    with (tmp_path / "segment").open("rb") as file, pytest.raises(TierUnavailable, match="queue"):
-        reader.submit([op_of(file.fileno(), target)])
+    with pytest.raises(TierUnavailable, match="queue"):
+        reader.submit([op_of(fd, target)])
 
 
 # --- what it is ---

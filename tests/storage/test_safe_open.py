@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -206,40 +206,26 @@ def test_a_probe_of_the_disk_writes_to_no_file_that_is_there(folder: Path, monke
 # --- segments that are none ---
 
 
-def as_link(path: Path, outside: Path) -> None:
-    path.symlink_to(outside)
-
-
-def as_pipe(path: Path, outside: Path) -> None:
-    os.mkfifo(path)
-
-
-def as_folder(path: Path, outside: Path) -> None:
-    path.mkdir()
-
-
-def as_socket(path: Path, outside: Path) -> None:
-    os.mknod(path, stat.S_IFSOCK | 0o600)
-
-
-def as_device(path: Path, outside: Path) -> None:
+def make_device(path: Path) -> None:
     try:
         os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero: never ends, never blocks
     except PermissionError:
         pytest.skip("needs the right to make devices")
 
 
-def as_hard_link(path: Path, outside: Path) -> None:
-    os.link(outside, path)
+STRANGE: dict[str, Callable[[Path, Path], object]] = {
+    "a link": lambda path, outside: path.symlink_to(outside),
+    "a pipe": lambda path, outside: os.mkfifo(path),
+    "a folder": lambda path, outside: path.mkdir(),
+    "a socket": lambda path, outside: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "a device": lambda path, outside: make_device(path),
+    "a hard link": lambda path, outside: os.link(outside, path),
+}
 
 
-Put = Callable[[Path, Path], None]
-STRANGE: list[Put] = [as_link, as_pipe, as_folder, as_socket, as_device, as_hard_link]
-
-
-@pytest.mark.parametrize("put", STRANGE)
-def test_what_is_no_segment_is_not_opened_and_swept(folder: Path, outside: Path, put: Put) -> None:
-    put(folder / segment_name(SET, RANK), outside)
+@pytest.mark.parametrize("what", STRANGE)
+def test_what_is_no_segment_is_not_opened_and_swept(folder: Path, outside: Path, what: str) -> None:
+    STRANGE[what](folder / segment_name(SET, RANK), outside)
     with pytest.raises(Corrupt):
         SegmentFiles(folder, direct=False).lease(SET, RANK)
     index = MemoryIndex()
@@ -247,7 +233,7 @@ def test_what_is_no_segment_is_not_opened_and_swept(folder: Path, outside: Path,
     assert swept.rebuild() is not None
     swept.sweep()
     assert swept.swept_s() > 0, "what comes after it was swept too"
-    assert (folder / segment_name(SET, RANK)).exists() == (put is as_folder)
+    assert (folder / segment_name(SET, RANK)).exists() == (what == "a folder")
     assert outside.read_bytes() == b"another's" and not index.sets()
 
 
@@ -398,10 +384,8 @@ LIES: dict[str, Callable[[SegmentHeader], SegmentHeader]] = {
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    engine = Engine(tmp_path / "kv")
-    yield engine
-    engine.close()
+def engine(tmp_path: Path) -> Engine:
+    return Engine(tmp_path / "kv")
 
 
 @pytest.mark.parametrize("lie", LIES)
