@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.cli.asking import Cli
+from tests.damage import flip
 
 
 @pytest.fixture(name="folder")
@@ -18,12 +19,6 @@ def _folder(tmp_path: Path) -> Path:
     for number in (1, 2):
         save_file({f"t{number}": torch.arange(300_000 * number)}, tmp_path / f"model-{number}.safetensors")
     return tmp_path
-
-
-def flip(path: Path, offset: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_folder_is_as_its_manifest_says(folder: Path, cli: Cli) -> None:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.format.record import SegmentHeader
 from kvtier.storage.segments import SegmentFiles, fallocate, parse_segment_name
+from tests.damage import SegmentDamage, header_of
 from tests.simulation.runtime import Runtime
 
 STALE_S = 8.0  # time for which an open descriptor may show what was there before another process's flush
@@ -262,12 +262,12 @@ def meeting(disk: Disk, unlink: Callable[[SegmentFiles, int, int], None]) -> Cal
     return met
 
 
-class Vandal:
+class Vandal(SegmentDamage):
     """Changes bytes behind the tier's back, one kind of damage at a time."""
 
     def __init__(self, disk: Disk) -> None:
+        super().__init__(disk.runtime.rng)
         self._disk = disk
-        self._rng = disk.runtime.rng
 
     def strike(self) -> bool:
         found = self._disk.segments()
@@ -276,63 +276,23 @@ class Vandal:
         path, segment = self._rng.choice(found)
         other, other_segment = self._rng.choice(found)
         try:
-            header = SegmentHeader.unpack(path.read_bytes()[:PAGE_BYTES])
+            header = header_of(path)
         except Corrupt:
             return False
         fault, damage = self._rng.choice(
             [
-                ("a bit of a record is flipped on the disk", self._flip),
-                ("a bit of a record is flipped on the disk", self._flip),
-                ("a record is zeroed on the disk", self._zero),
-                ("a record lies in another one's slot", self._copy),
-                ("a segment is cut short", self._shorten),
-                ("a segment is unlinked by others", self._unlink),
-                ("two segments have each other's names", self._swap),
+                ("a bit of a record is flipped on the disk", self.flip),
+                ("a bit of a record is flipped on the disk", self.flip),
+                ("a record is zeroed on the disk", self.zero_record),
+                ("a record lies in another one's slot", self.copy_record),
+                ("a segment is cut short", self.shorten),
+                ("a segment is unlinked by others", self.unlink),
+                ("two segments have each other's names", self.swap),
             ]
         )
         self._disk.runtime.tried[fault] += 1
         self._disk.damaged.add(segment)
-        if damage == self._swap:
+        if damage == self.swap:
             self._disk.damaged.add(other_segment)
         damage(path, header, other)
         return True
-
-    def _flip(self, path: Path, header: SegmentHeader, _: Path) -> None:
-        offset = self._record(header) + PAGE_BYTES + self._rng.randrange(header.slot_bytes - PAGE_BYTES)
-        with path.open("r+b") as file:
-            file.seek(offset)
-            old = file.read(1) or b"\0"
-            file.seek(offset)
-            file.write(bytes([old[0] ^ 1 << self._rng.randrange(8)]))
-
-    def _zero(self, path: Path, header: SegmentHeader, _: Path) -> None:
-        self._write(path, self._record(header), bytes(header.slot_bytes))
-
-    def _copy(self, path: Path, header: SegmentHeader, _: Path) -> None:
-        """The slot holds another one's record, whole, with its header."""
-        content = path.read_bytes()
-        source = self._record(header)
-        self._write(path, self._record(header), content[source : source + header.slot_bytes])
-
-    def _shorten(self, path: Path, header: SegmentHeader, _: Path) -> None:
-        os.truncate(path, self._rng.randrange(PAGE_BYTES, max(PAGE_BYTES + 1, path.stat().st_size)))
-
-    def _unlink(self, path: Path, header: SegmentHeader, _: Path) -> None:
-        path.unlink()
-
-    def _swap(self, path: Path, header: SegmentHeader, other: Path) -> None:
-        """Two segments under each other's names."""
-        spare = path.with_suffix(".spare")
-        path.rename(spare)
-        if path != other:
-            other.rename(path)
-        spare.rename(other)
-
-    def _record(self, header: SegmentHeader) -> int:
-        return header.slot_offset(self._rng.randrange(header.slots))
-
-    @staticmethod
-    def _write(path: Path, offset: int, data: bytes) -> None:
-        with path.open("r+b") as file:
-            file.seek(offset)
-            file.write(data)

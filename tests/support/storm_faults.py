@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
 import shutil
 import threading
@@ -24,6 +23,7 @@ from kvtier.io.ring import OpResult, ReadOp
 from kvtier.storage.segments import SegmentFiles
 from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import Mark
+from tests.damage import SegmentDamage, header_of, write
 
 
 class LateReads:
@@ -170,12 +170,12 @@ def flip_entry(entries: Sequence[bytes], rng: random.Random) -> list[bytes]:
     return [bytes(entry) for entry in changed]
 
 
-class Vandal:
+class Vandal(SegmentDamage):
     """Does one kind of damage at a time to segments that may be in use, or gone any moment."""
 
     def __init__(self, root: Path, rng: random.Random) -> None:
+        super().__init__(rng)
         self._root = root
-        self._rng = rng
         self.done: set[str] = set()
 
     def strike(self) -> None:
@@ -196,60 +196,17 @@ class Vandal:
         )
         try:
             path = self._rng.choice(paths)
-            with path.open("rb") as file:
-                header = SegmentHeader.unpack(file.read(PAGE_BYTES))
-            damage(path, header, self._rng.choice(paths))
+            damage(path, header_of(path), self._rng.choice(paths))
             self.done.add(damage.__name__)
         except (FileNotFoundError, Corrupt, IndexError):
             return  # evicted meanwhile, or struck before
-
-    def flip(self, path: Path, header: SegmentHeader, _: Path) -> None:
-        offset = self._record(header) + PAGE_BYTES + self._rng.randrange(header.slot_bytes - PAGE_BYTES)
-        with path.open("r+b") as file:
-            file.seek(offset)
-            old = file.read(1) or b"\0"
-            file.seek(offset)
-            file.write(bytes([old[0] ^ 1]))
-
-    def zero_record(self, path: Path, header: SegmentHeader, _: Path) -> None:
-        self._write(path, self._record(header), bytes(header.slot_bytes))
-
-    def copy_record(self, path: Path, header: SegmentHeader, _: Path) -> None:
-        """The slot holds another chunk's record, whole, with its header: as if it had been written anew."""
-        with path.open("rb") as file:
-            file.seek(self._record(header))
-            record = file.read(header.slot_bytes)
-        self._write(path, self._record(header), record)
-
-    def shorten(self, path: Path, header: SegmentHeader, _: Path) -> None:
-        os.truncate(path, self._rng.randrange(PAGE_BYTES, max(PAGE_BYTES + 1, path.stat().st_size)))
-
-    def swap(self, path: Path, header: SegmentHeader, other: Path) -> None:
-        spare = self._root / "spare"
-        path.rename(spare)
-        try:
-            other.rename(path)
-        finally:
-            spare.rename(other)
 
     def replace(self, path: Path, header: SegmentHeader, other: Path) -> None:
         """Another segment's records under this one's header, in a new file."""
         spare = self._root / "spare"
         shutil.copyfile(other, spare)
-        self._write(spare, 0, header.pack())
+        write(spare, 0, header.pack())
         spare.rename(path)
 
     def zero_header(self, path: Path, header: SegmentHeader, _: Path) -> None:
-        self._write(path, 0, bytes(PAGE_BYTES))
-
-    def unlink(self, path: Path, header: SegmentHeader, _: Path) -> None:
-        path.unlink()
-
-    def _record(self, header: SegmentHeader) -> int:
-        return header.slot_offset(self._rng.randrange(header.slots))
-
-    @staticmethod
-    def _write(path: Path, offset: int, data: bytes) -> None:
-        with path.open("r+b") as file:
-            file.seek(offset)
-            file.write(data)
+        write(path, 0, bytes(PAGE_BYTES))

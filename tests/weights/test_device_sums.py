@@ -20,6 +20,7 @@ from kvtier.weights import device_sums
 from kvtier.weights.copies import Copy, contiguous, pack
 from kvtier.weights.device_sums import DeviceSums, whole_blocks
 from kvtier.weights.reader import Sums, WeightReader
+from tests.damage import flip
 from tests.kernels.device_rig import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="kernels are compiled here: see tests/gpu")
@@ -77,12 +78,6 @@ def tensors() -> list[torch.Tensor]:
 
 def whole_copies() -> list[Copy]:
     return [contiguous(0, STARTS[name], size, number) for number, (name, size) in enumerate(SIZES.items())]
-
-
-def flip(path: Path, offset: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.fixture(name="summed_by_cpu")

@@ -14,6 +14,7 @@ from kvtier.weights import manifest
 from kvtier.weights.copies import Copy, contiguous
 from kvtier.weights.manifest import MANIFEST
 from kvtier.weights.reader import WeightReader
+from tests.damage import flip
 
 
 @pytest.fixture(name="file")
@@ -23,14 +24,6 @@ def _file(tmp_path: Path) -> Path:
     with WeightReader() as reader:
         manifest.write(tmp_path, [path], reader)
     return path
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
 
 
 def read(path: Path, copies: list[Copy]) -> torch.Tensor:

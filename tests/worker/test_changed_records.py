@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.format.record import SegmentHeader
 from kvtier.io.base import Reader, Reads
 from kvtier.io.ring import ReadOp
 from kvtier.plan import LoadDone
 from kvtier.storage import open_segments
 from kvtier.worker.transfer import Transfer
+from tests.damage import record_of, write
 from tests.support.lazy import LazyEngine
 from tests.support.rig import Engine, saved_by_another
 from tests.waiting import wait_until
@@ -28,20 +28,6 @@ BLOCKS = list(range(20))
 TARGET = list(range(100, 120))
 BAD = 2  # the chunk, and the slot of its record
 NO_ARENA = {"host": {"arena_bytes": 8 << 20, "admit": "never"}}
-
-
-def write(path: Path, offset: int, data: bytes) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(data)
-
-
-def record_of(path: Path, slot: int) -> tuple[int, bytes]:
-    """(where it begins, header page and slabs)"""
-    data = path.read_bytes()
-    header = SegmentHeader.unpack(data[:PAGE_BYTES])
-    offset = header.slot_offset(slot)
-    return offset, data[offset : offset + header.slot_bytes]
 
 
 def becomes_zeros(path: Path, newer: Path) -> None:

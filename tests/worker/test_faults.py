@@ -14,7 +14,6 @@ import torch
 
 from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.format.record import SegmentHeader
 from kvtier.index import entry as entries
 from kvtier.io.ring import Batch
 from kvtier.maintenance.scrub import verify
@@ -24,6 +23,7 @@ from kvtier.storage.root import find_root
 from kvtier.storage.segments import SegmentFiles, segment_name
 from kvtier.worker.record_writer import RecordWriter
 from kvtier.worker.saving import Saver
+from tests.damage import flip, header_of, write
 from tests.support.rig import Engine, saved_by_another
 from tests.waiting import wait_until
 
@@ -36,29 +36,17 @@ def segments(root: Path) -> list[Path]:
     return sorted(root.glob("v2/*/*.kvseg"))
 
 
-def header_of(path: Path) -> SegmentHeader:
-    return SegmentHeader.unpack(path.read_bytes()[:PAGE_BYTES])
-
-
-def patch(path: Path, offset: int, data: bytes) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(data)
-
-
 def flip_payload(path: Path, slot: int) -> None:
-    offset = header_of(path).slot_offset(slot) + PAGE_BYTES + 12345
-    byte = path.read_bytes()[offset]
-    patch(path, offset, bytes([byte ^ 0x10]))
+    flip(path, header_of(path).slot_offset(slot) + PAGE_BYTES + 12345, 0x10)
 
 
 def zero_payload_page(path: Path, slot: int) -> None:
-    patch(path, header_of(path).slot_offset(slot) + 2 * PAGE_BYTES, bytes(PAGE_BYTES))
+    write(path, header_of(path).slot_offset(slot) + 2 * PAGE_BYTES, bytes(PAGE_BYTES))
 
 
 def zero_record(path: Path, slot: int) -> None:
     header = header_of(path)
-    patch(path, header.slot_offset(slot), bytes(header.slot_bytes))
+    write(path, header.slot_offset(slot), bytes(header.slot_bytes))
 
 
 def truncate(path: Path, slot: int) -> None:
@@ -69,15 +57,15 @@ def swap_records(path: Path, slot: int) -> None:
     header, data = header_of(path), path.read_bytes()
     size = header.slot_bytes
     first, second = header.slot_offset(slot), header.slot_offset(slot + 1)
-    patch(path, first, data[second : second + size])
-    patch(path, second, data[first : first + size])
+    write(path, first, data[second : second + size])
+    write(path, second, data[first : first + size])
 
 
 def stale_record(path: Path, slot: int) -> None:
     """An older write of another chunk that never left the page cache of a dead disk."""
     header, data = header_of(path), path.read_bytes()
     first, other = header.slot_offset(slot), header.slot_offset(0)
-    patch(path, first, data[other : other + header.slot_bytes])
+    write(path, first, data[other : other + header.slot_bytes])
 
 
 @pytest.mark.parametrize("damage", [flip_payload, zero_payload_page, zero_record, truncate, swap_records, stale_record])
@@ -107,7 +95,7 @@ def test_damaged_record_is_a_miss_from_there_on(tmp_path: Path, damage: Callable
 def test_damaged_header_page_is_found_by_verify_and_payload_still_loads(tmp_path: Path) -> None:
     saved_by_another(tmp_path, TOKENS, BLOCKS)
     (path,) = segments(tmp_path)
-    patch(path, header_of(path).slot_offset(3) + 200, b"\xff")
+    write(path, header_of(path).slot_offset(3) + 200, b"\xff")
     reader = Engine(tmp_path)
     report = verify(find_root(tmp_path), reader.store._keeper._index)
     assert [(finding.slot, "CRC" in finding.what) for finding in report.bad] == [(3, True)]
@@ -232,7 +220,7 @@ def test_lost_segment_is_a_miss(tmp_path: Path, how: str) -> None:
     saved_by_another(tmp_path / "root", TOKENS, BLOCKS)
     (path,) = segments(tmp_path / "root")
     if how == "zeroed header":
-        patch(path, 0, bytes(PAGE_BYTES))
+        write(path, 0, bytes(PAGE_BYTES))
     elif how == "truncated to nothing":
         os.truncate(path, 0)
     else:
@@ -298,7 +286,7 @@ def test_a_segment_whose_writer_died_before_its_header_is_unfinished_not_bad(tmp
     report = verify(find_root(tmp_path), engine.store._keeper._index)
     assert (report.bad, report.unfinished, report.records) == ((), 1, 5)
     assert Housekeeper(engine.store._keeper._index, tmp_path / "v2", "me").rebuild().unreadable == ()
-    patch(path, 0, bytes(PAGE_BYTES))
+    write(path, 0, bytes(PAGE_BYTES))
     assert verify(find_root(tmp_path), engine.store._keeper._index).bad, "records were there"
 
 
