@@ -27,7 +27,6 @@ Octets = npt.NDArray[np.uint8]
 
 
 def slab_bytes_of(object_bytes: int) -> int:
-    """Return the size of the slab of an object, bytes."""
     return padded(object_bytes + LENGTH_BYTES)
 
 

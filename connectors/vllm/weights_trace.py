@@ -296,7 +296,6 @@ def _aimed(copy: Copy) -> Copy:
 
 
 def _parts(target: _Written) -> list[Copy]:
-    """Return the parts of a target that are written."""
     found: list[Copy] = []
     for entry in target.pending.values():
         if not isinstance(entry, Conversion):

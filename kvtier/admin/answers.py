@@ -16,8 +16,6 @@ SetId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$", description="number of a
 
 
 class Answer(BaseModel):
-    """Base of all answers."""
-
     model_config = ConfigDict(frozen=True)
 
 

@@ -32,7 +32,6 @@ class Encoded(Protocol):
 
     def wait(self) -> list[EncodeResult]:
         """Return one for each move. Call it once `encode` is done on its stream (worker.cuda_events)."""
-        ...
 
 
 class Mover(Protocol):
@@ -44,11 +43,9 @@ class Mover(Protocol):
     def encode(self, moves: Sequence[Move]) -> Encoded | None:
         """Blocks -> slabs; padding, which was blanked (worker.saving), is left as it is. None: nothing is ever refused,
         and no sums were taken."""
-        ...
 
     def decode(self, moves: Sequence[Move]) -> None:
         """Slabs -> blocks, but for those before each move's `first_block`."""
-        ...
 
 
 class Codec(Protocol):
@@ -60,26 +57,21 @@ class Codec(Protocol):
 
     def check(self, geometry: Geometry) -> None:
         """Raises ConfigError for a model that the codec cannot encode."""
-        ...
 
     def layers_bytes(self, geometry: Geometry, layers: range) -> int:
         """Encoded bytes of these layers (numbers within the model) of one head of one chunk, without padding."""
-        ...
 
     def prepare(self, pages: PagedKV, geometry: Geometry, held: Extent) -> None:
         """Once, before anything is moved: tables of these pages, and whatever else must not be made in a step.
 
         held: the layers and heads of the model that the pages are.
         """
-        ...
 
     def encode(self, pages: PagedKV, moves: Sequence[Move]) -> Encoded | None:
         """See Mover."""
-        ...
 
     def decode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
         """See Mover."""
-        ...
 
 
 def slab_bytes(codec: Codec, geometry: Geometry, extent: Extent) -> int:

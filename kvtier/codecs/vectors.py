@@ -39,15 +39,12 @@ class LayerCoder(Protocol):
     def n_bytes(self, layers: range) -> int:
         """Return the bytes of these layers of one head: also the place of layer `layers.stop` in a slab that begins
         at `layers.start`."""
-        ...
 
     def encode(self, k: torch.Tensor, v: torch.Tensor, cells: Extent, position: int = 0) -> EncodedLayer:
         """k, v: (heads, tokens, size) in the engine's dtype. position: of the first token in the prompt."""
-        ...
 
     def decode(self, data: torch.Tensor, cells: Extent, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, (heads, tokens, size) in `dtype`. data: (heads, bytes of the layer)."""
-        ...
 
 
 class Flags:

@@ -32,7 +32,6 @@ class Pin:
 
     @property
     def name(self) -> str:
-        """Return the name of its note."""
         return PREFIX + self.pin_id
 
     def pack(self) -> bytes:

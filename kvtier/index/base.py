@@ -123,11 +123,9 @@ class Index(Protocol):
 
         One round trip for all keys. Writes nothing: recency is reported with `touch`.
         """
-        ...
 
     def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return the entry of each of `keys`, None where its chunk is not complete. Else as `resolve`."""
-        ...
 
     def publish(self, records: Sequence[NewRecord], from_files: bool = False, into_unowned: bool = False) -> int:
         """Make records visible, atomically for each key. Return how many were accepted or visible already.
@@ -140,41 +138,33 @@ class Index(Protocol):
         `into_unowned` (its files may have been truncated since, also where a network delivers the command late); and
         one whose extent the entry already has from another location (the first writer wins).
         """
-        ...
 
     def retract(self, key: bytes, location: Location) -> bool:
         """Remove `location`, and no other, from the key's entry. Return whether it was there."""
-        ...
 
     def create_set(self, info: SetInfo, records: Sequence[NewRecord] = ()) -> bool:
         """Register a set. Return False, without any change, when its id is taken.
 
         records: read from its files; published in the same step, because an empty set may be evicted at any time.
         """
-        ...
 
     def take_over(self, set_id: int) -> None:
         """Make the set UNOWNED, so that its writer, which may be alive, publishes nothing more in it.
 
         Called before its files are truncated or removed. Unknown ids are ignored.
         """
-        ...
 
     def close_set(self, set_id: int, n_bytes: int) -> None:
         """Mark the set as complete; its files now take `n_bytes`. Unknown ids are ignored."""
-        ...
 
     def sets(self) -> list[SetInfo]:
         """Return all sets, by id."""
-        ...
 
     def some_sets(self, set_ids: Collection[int]) -> list[SetInfo]:
         """Return those of `set_ids` that are registered, by id, in one round trip."""
-        ...
 
     def members(self, set_id: int) -> list[tuple[bytes, Location]]:
         """Return (key, location) of each visible record of a set."""
-        ...
 
     def remove_set(self, set_id: int, token: int | None = None) -> int:
         """Remove the set and its records from the index. Return the number of records. Idempotent.
@@ -182,11 +172,9 @@ class Index(Protocol):
         token: the caller's token of EVICT_LEASE. Raises StaleLease when another owner has taken that lease since; what
         was removed until then stays removed.
         """
-        ...
 
     def touch(self, used: Mapping[int, Use]) -> None:
         """Add hits to sets (set id -> use). Unknown ids are ignored."""
-        ...
 
     def shared_s(self, at_s: float) -> float:
         """Convert a time of the caller's clock to the index's."""
@@ -199,36 +187,29 @@ class Index(Protocol):
     def acquire_lease(self, name: str, owner: str, now_s: float, ttl_s: float) -> int | None:
         """Take or renew the lease `name`. Return its fencing token, which grows with each new owner, or None while
         another owner's lease has not expired."""
-        ...
 
     def lease_owner(self, name: str, now_s: float) -> str | None:
         """Return the owner of an unexpired lease."""
-        ...
 
     def release_lease(self, name: str, owner: str) -> None: ...
 
     def put_note(self, name: str, value: bytes, expires_s: float | None) -> None:
         """Store a small document under `name` (at most 200 bytes of UTF-8), replacing an older one. expires_s: None for
         never. A rebuild restores pins and quotas only (kvtier.eviction.pins_backup)."""
-        ...
 
     def notes(self, prefix: str, now_s: float) -> dict[str, bytes]:
         """Return the unexpired notes whose name begins with `prefix`, sorted by name. Removes expired ones."""
-        ...
 
     def drop_note(self, name: str) -> bool:
         """Return False when there was none."""
-        ...
 
     def counts(self) -> IndexCounts: ...
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield (key, entry) of every chunk, in no order; some may come twice. For checks: reads the whole index."""
-        ...
 
     def loss(self) -> Loss | None:
         """Return the loss (another boot, a damaged file) after which the index was not rebuilt yet, if there is one."""
-        ...
 
     @property
     def was_reset(self) -> bool:
@@ -237,10 +218,8 @@ class Index(Protocol):
 
     def rebuilt(self, loss: Loss | None) -> None:
         """Record that the index was rebuilt after `loss`. A later loss stays."""
-        ...
 
     def clear(self) -> None:
         """Remove every set and record before a rebuild. Leases and notes stay."""
-        ...
 
     def close(self) -> None: ...

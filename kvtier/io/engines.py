@@ -17,8 +17,6 @@ EngineName = Literal["ring", "kvikio"]
 
 
 class Engines(NamedTuple):
-    """Engines of one worker."""
-
     reader: Reader  # of loads
     ring: Ring  # of saves, and of signed loads: their MAC is checked in host memory. May be the same object as `reader`
     signer: Signer | None = None  # None: records are not signed
@@ -53,8 +51,6 @@ class Engines(NamedTuple):
 
 
 class EngineChoice(NamedTuple):
-    """Engine and its sizes."""
-
     engine: EngineName
     threads: int
     piece_bytes: int

@@ -55,8 +55,6 @@ class DeviceBuffer:
 
 
 class _Op:
-    """One operation."""
-
     def __init__(self, spec: ReadOp, file: OpenFile, piece_bytes: int) -> None:
         self.spec = spec
         self.file = file

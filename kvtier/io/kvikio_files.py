@@ -45,8 +45,6 @@ class Returns:
 
 
 class OpenFile:
-    """File open in KvikIO."""
-
     def __init__(self, handle: Any, used_s: float) -> None:
         self.handle = handle
         self.users = 0  # operations that are not done

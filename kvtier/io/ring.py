@@ -88,8 +88,6 @@ class FlushOp(NamedTuple):
 
 
 class OpResult(NamedTuple):
-    """Result of one operation."""
-
     error: int  # errno, or 0; ENODATA: the file ends before the last slab; EREMOTEIO: CUDA failed; ECANCELED
     bad_slabs: tuple[int, ...]  # positions (0: first slab read) whose checksum is not the expected one
     checksums: tuple[int, ...]  # of each slab, as read or written; meaningless with an error, 0 on a device

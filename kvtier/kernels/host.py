@@ -81,7 +81,6 @@ def _describe(plane: torch.Tensor) -> tuple[int, ...]:
 
 
 def checksums(runs: Sequence[SlabRun]) -> list[tuple[int, ...]]:
-    """One checksum a slab, a tuple for each run."""
     return [
         slab_checksums(run.slabs.data_ptr(), run.slabs.shape[1], run.slabs.shape[0], run.key, run.first_head,
                        run.first_layer)

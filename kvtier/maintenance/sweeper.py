@@ -255,7 +255,6 @@ class Housekeeper:
         return {set_id for set_id, since_s in oldest if now_s - since_s >= MISSING_GRACE_S}
 
     def _on_disk(self) -> set[int]:
-        """Return the sets that have a segment."""
         return {set_id for files in self._namespaces() for set_id, _ in files.ids()}
 
     def _is_written(self, info: SetInfo) -> bool:

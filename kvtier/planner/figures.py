@@ -152,7 +152,6 @@ def _codec_plan(
 
 
 def _whole_chunks(n_bytes: int | None, chunk_bytes: int, chunk_tokens: int) -> int | None:
-    """Return the tokens of whole chunks that fit."""
     return None if n_bytes is None else n_bytes // chunk_bytes * chunk_tokens
 
 

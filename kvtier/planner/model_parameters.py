@@ -31,7 +31,6 @@ class LayerParameters:
 
 
 def layer_parameters(model: ModelConfig, number: int) -> LayerParameters:
-    """Return the parameters of layer `number`."""
     hidden = model.hidden_size
     sharded, kv, replicated = _attention(model.attention, hidden)
     experts = model.experts

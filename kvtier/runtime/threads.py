@@ -23,24 +23,19 @@ class Jobs(Protocol):
 
     def submit(self, job: Job) -> bool:
         """Queue a job. Return False when the queue is full or closed."""
-        ...
 
     def pending(self) -> int:
         """Return the number of jobs queued or running."""
-        ...
 
     def widen(self, stuck_s: float) -> None:
         """Add a thread for each job that has run for `stuck_s` and may hang in the kernel, up to EXTRA_THREADS_MAX, so
         that other jobs run beside it."""
-        ...
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until no job is pending. Return False when `timeout_s` passed first (I10)."""
-        ...
 
     def close(self) -> None:
         """Accept no further jobs and drop the queued ones. Running ones end by themselves."""
-        ...
 
 
 class ThreadJobs:

@@ -63,7 +63,6 @@ class OwnFiles:
         return body
 
     def put(self, key: str, body: bytes) -> None:
-        """Store a body."""
         content = self._magic + struct.pack("<Q", len(body)) + body + blake3(body).digest()
         try:
             for folder in (self._folder.parent, self._folder):  # parents made by mkdir get the mode of the umask
@@ -73,5 +72,4 @@ class OwnFiles:
             log.info("cannot keep the %s in %s: %s", self._kind, self._folder, error)
 
     def path(self, key: str) -> Path:
-        """Return the file of a key."""
         return self._folder / f"{key}.{self._kind}"

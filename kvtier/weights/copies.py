@@ -39,7 +39,6 @@ FILE, OFFSET, ROWS, ROW_BYTES, SOURCE_PITCH, TARGET, TARGET_OFFSET, TARGET_PITCH
 
 
 def contiguous(file: int, offset: int, n_bytes: int, target: int, target_offset: int = 0) -> Copy:
-    """Return the copy of one range."""
     return Copy(file, offset, 1, n_bytes, n_bytes, target, target_offset, n_bytes)
 
 

@@ -219,5 +219,4 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def byte_strides(tensor: torch.Tensor) -> list[int]:
-    """Return the strides of a tensor in bytes."""
     return [stride * tensor.element_size() for stride in tensor.stride()]

@@ -80,7 +80,6 @@ class PlanCache:
             return None
 
     def put(self, key: str, plan: WeightPlan) -> None:
-        """Store a plan."""
         self._files.put(key, pack(plan, key))
 
 

@@ -33,35 +33,27 @@ class Order(Protocol):
 
     def mark(self) -> Mark:
         """Return a mark of all that the engine has launched so far; called on the engine's thread."""
-        ...
 
     def wait(self, mark: Mark) -> None:
         """Returns when all that the mark stands for is done."""
-        ...
 
     def wait_within(self, mark: Mark, timeout_s: float) -> None:
         """Return once the mark is done, or after `timeout_s` at the latest."""
-        ...
 
     def is_done(self, mark: Mark) -> bool:
         """Return True if `wait` would return at once."""
-        ...
 
     def launching(self) -> AbstractContextManager[None]:
         """A place for launches that are waited for by what they return."""
-        ...
 
     def begin(self, work: Callable[[], None], *after: Mark) -> Mark:
         """Runs `work`, which launches, behind the marks; does not wait for what it launched."""
-        ...
 
     def begin_copies(self, pairs: Pairs) -> Mark:
         """Start copies that no launch waits for, on any stream. The memory must stay until their mark is done."""
-        ...
 
     def begin_copies_down(self, pairs: Pairs) -> Mark:
         """Start copies of saves into host memory; they run beside those of `begin_copies`."""
-        ...
 
 
 class HostOrder:

@@ -65,11 +65,9 @@ class LoopPart(Protocol):
 
     def turn(self) -> Turn:
         """Take every chunk as far as it goes now."""
-        ...
 
     def give_up(self) -> None:
         """End all that was taken, after a fault of the loop."""
-        ...
 
 
 class TransferLoop:

@@ -98,8 +98,6 @@ def compare_and_swap(
 
 
 class EntryTable:
-    """The entries of all chunks."""
-
     def __init__(self, caller: Caller, keys: Keys) -> None:
         self._caller = caller
         self._keys = keys

@@ -65,8 +65,6 @@ class Table:
 
 
 class SetTable:
-    """The registered sets."""
-
     def __init__(self, caller: Caller, keys: Keys) -> None:
         self._caller = caller
         self._keys = keys

@@ -58,15 +58,12 @@ class Wire(Protocol):
 
     def run(self, requests: Sequence[Request]) -> list[Any]:
         """Return the answers, in order; an error of one command is a ResponseError in its place."""
-        ...
 
     def shard_of(self, key: bytes) -> str:
         """Return the name of the server that has the key."""
-        ...
 
     def scan(self, pattern: bytes, kind: str) -> Iterator[bytes]:
         """Yield the names of all keys of a kind (string, hash) that match; some may come twice."""
-        ...
 
     def close(self) -> None: ...
 
