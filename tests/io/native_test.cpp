@@ -93,6 +93,36 @@ void closing_while_submitting() {
   }
 }
 
+void files_seem_to_hang_while_they_are_used() {
+  // No call has returned for 0 s in any file: all files wait for those under way, and threads come and go.
+  auto engine = started(3);
+  std::atomic<bool> ends{false};
+  std::thread other([&] {
+    for (int round = 0; !ends; round++) engine->widen(round % 3 ? 0s : 60s);
+  });
+  std::vector<std::thread> users;
+  for (int user = 0; user < 3; user++)
+    users.emplace_back([&engine, user] {
+      const int fd = file("hangs" + std::to_string(user));
+      Pages arena(8 * kRecord);
+      for (int round = 0; round < 20; round++)
+        for (const Kind kind : {kWrite, kRead}) {
+          std::vector<OpSpec> specs;
+          for (uint64_t number = 0; number < 8; number++)
+            specs.push_back(record(kind, fd, number, arena.data + number * kRecord));
+          auto batch = submitted(*engine, specs);
+          if (round % 5 == 4) engine->cancel(batch);
+          CHECK(batch->wait(20s));
+          for (size_t i = 0; i < batch->size(); i++) CHECK(batch->op(i).error == 0 || batch->op(i).error == ECANCELED);
+        }
+      ::close(fd);
+    });
+  for (std::thread& user : users) user.join();
+  ends = true;
+  other.join();
+  CHECK(engine->close(5s));
+}
+
 void the_last_reference_may_be_a_thread() {
   // The caller lets go of engine and batch at once; memory and descriptor stay, as the rule says.
   constexpr uint64_t kRounds = 50;
@@ -134,6 +164,7 @@ int main(int argc, char** argv) {
   sums_agree();
   cancels_race_with_the_work();
   closing_while_submitting();
+  files_seem_to_hang_while_they_are_used();
   the_last_reference_may_be_a_thread();
   round_trips_from_many_threads();
   errors_and_short_files();

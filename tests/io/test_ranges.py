@@ -334,3 +334,16 @@ def test_bytes_of_a_read_that_hung_are_dropped(folder: Path) -> None:
 def has_io_threads() -> bool:
     names = (Path("/proc/self/task", task, "comm") for task in os.listdir("/proc/self/task"))
     return any(name.exists() and name.read_text() == "kvtier-io\n" for name in names)
+
+
+def test_a_read_that_cannot_begin_leaves_no_descriptor_open(folder: Path) -> None:
+    """Each file is opened once more for the read's threads; the last one here cannot be."""
+    fd = os.open(folder / "0", os.O_RDONLY)
+    files = np.array([*[(fd, SIZE, 0, 0)] * 5, (-1, SIZE, 0, 0)], FILE)
+    target, copies = Target(PAGE), np.array([(0, 0, 1, PAGE, PAGE, 0, 0, PAGE)], np.int64)
+    with RangeReader(**SMALL) as reader:
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(TierUnavailable, match="Bad file descriptor"):
+            reader.read(files, copies, np.array([target.row], TARGET))
+        assert len(os.listdir("/proc/self/fd")) == before
+    os.close(fd)

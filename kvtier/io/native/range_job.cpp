@@ -155,19 +155,19 @@ struct RangeJob::Stage {
 RangeJob::RangeJob(std::shared_ptr<RangeSlots> slots, RangePlan plan, std::vector<RangeTarget> targets)
     : slots_(std::move(slots)), plan_(std::move(plan)), targets_(std::move(targets)),
       sum_(best_instruction_set().sum), seed_(slab_seed(reinterpret_cast<const uint8_t*>("kvtier weights\0"), 0, 0)),
-      has_landed_(plan_.pieces().size()) {
-  for (const RangeFile& file : plan_.files()) {
-    fds_.push_back(fcntl(static_cast<int>(file.fd), F_DUPFD_CLOEXEC, 0));
-    if (fds_.back() < 0) throw std::system_error(errno, std::generic_category());
-  }
-}
+      has_landed_(plan_.pieces().size()) {}
 
 RangeJob::~RangeJob() {
-  for (int fd : fds_)
-    if (fd >= 0) ::close(fd);
+  for (int fd : fds_) ::close(fd);
 }
 
 void RangeJob::start() {
+  fds_.reserve(plan_.files().size());
+  for (const RangeFile& file : plan_.files()) {
+    const int fd = fcntl(static_cast<int>(file.fd), F_DUPFD_CLOEXEC, 0);
+    if (fd < 0) throw std::system_error(errno, std::generic_category());
+    fds_.push_back(fd);
+  }
   const size_t threads = std::min<size_t>(slots_->options.threads, plan_.pieces().size());
   try {
     for (uint32_t i = 0; i < threads; i++) {

@@ -72,13 +72,12 @@ struct RangeFailure {
 // targets and of files' arrays belongs to the caller and must stay until wait() gave true or cancel() has returned.
 class RangeJob : public std::enable_shared_from_this<RangeJob> {
  public:
-  // Throws std::system_error, CudaFailed.
   RangeJob(std::shared_ptr<RangeSlots> slots, RangePlan plan, std::vector<RangeTarget> targets);
   ~RangeJob();
   RangeJob(const RangeJob&) = delete;
   RangeJob& operator=(const RangeJob&) = delete;
 
-  void start();  // throws std::system_error when threads cannot be started
+  void start();  // once; throws std::system_error when a file cannot be opened again, or threads cannot be started
 
   bool wait(std::chrono::nanoseconds timeout);  // true: all threads have ended
 
