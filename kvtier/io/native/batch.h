@@ -16,6 +16,9 @@ constexpr size_t kChecksumsOffset = 128;  // in a record's header page: see kvti
 constexpr size_t kCrcOffset = 12;
 constexpr size_t kSlabsMax = (kPageBytes - kChecksumsOffset) / 8;
 
+constexpr uint64_t round_down(uint64_t value, uint64_t unit) { return value / unit * unit; }
+constexpr uint64_t round_up(uint64_t value, uint64_t unit) { return round_down(value + unit - 1, unit); }
+
 enum Kind : int32_t { kRead = 0, kWrite = 1, kFlush = 2 };
 
 // Separate queues: reads (kRead), and writes and flushes (kWrite).

@@ -40,35 +40,34 @@ inline uint32_t fold(uint32_t x) {
 
 // Keys have k0 in the low half and k1 in the high half, as a pair of words is stored in memory. The key of a pair is
 // key_in_page xor key_of_page.
-inline uint64_t key_in_page(uint32_t pair, uint32_t low, uint32_t high) {
-  const uint32_t a0 = mix32(pair + low);
-  return a0 | static_cast<uint64_t>(fold(a0 ^ high)) << 32;
+inline uint64_t key_in_page(uint32_t pair, uint64_t seed) {
+  const uint32_t a0 = mix32(pair + static_cast<uint32_t>(seed));
+  return a0 | static_cast<uint64_t>(fold(a0 ^ static_cast<uint32_t>(seed >> 32))) << 32;
 }
 
-uint64_t key_of_page(uint64_t page, uint32_t low, uint32_t high) {
-  const uint32_t p0 = mix32(static_cast<uint32_t>(page) * kGolden32 + high);
-  return p0 | static_cast<uint64_t>(fold(p0 ^ low)) << 32;
+uint64_t key_of_page(uint64_t page, uint64_t seed) {
+  const uint32_t p0 = mix32(static_cast<uint32_t>(page) * kGolden32 + static_cast<uint32_t>(seed >> 32));
+  return p0 | static_cast<uint64_t>(fold(p0 ^ static_cast<uint32_t>(seed))) << 32;
+}
+
+inline uint64_t product(const uint8_t* data, uint64_t key) {
+  uint32_t words[2];
+  std::memcpy(words, data, 8);
+  return static_cast<uint64_t>(words[0] + static_cast<uint32_t>(key)) *
+         static_cast<uint64_t>(words[1] + static_cast<uint32_t>(key >> 32));
 }
 
 // Sums less than a page, computing the key of each pair.
 uint64_t sum_pairs(const uint8_t* data, uint64_t pairs, uint64_t seed, uint64_t first_pair) {
-  const uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
   uint64_t sum = 0;
-  for (uint64_t i = first_pair; i < first_pair + pairs; i++, data += 8) {
-    const uint64_t key =
-        key_in_page(static_cast<uint32_t>(i % kPagePairs), low, high) ^ key_of_page(i / kPagePairs, low, high);
-    uint32_t words[2];
-    std::memcpy(words, data, 8);
-    sum += static_cast<uint64_t>(words[0] + static_cast<uint32_t>(key)) *
-           static_cast<uint64_t>(words[1] + static_cast<uint32_t>(key >> 32));
-  }
+  for (uint64_t i = first_pair; i < first_pair + pairs; i++, data += 8)
+    sum += product(data, key_in_page(static_cast<uint32_t>(i % kPagePairs), seed) ^ key_of_page(i / kPagePairs, seed));
   return sum;
 }
 
 // Computes the keys within a page. Inlined, to be compiled with the instructions of the calling version.
 inline __attribute__((always_inline)) void fill_table(uint64_t* table, uint64_t seed) {
-  for (uint32_t l = 0; l < kPagePairs; l++)
-    table[l] = key_in_page(l, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+  for (uint32_t l = 0; l < kPagePairs; l++) table[l] = key_in_page(l, seed);
 }
 
 // Sums whole pages.
@@ -92,15 +91,8 @@ uint64_t pages_scalar(const uint8_t* data, size_t pages, uint64_t seed, uint64_t
   fill_table(table, seed);
   uint64_t sum = 0;
   for (size_t j = 0; j < pages; j++, data += 8 * kPagePairs) {
-    const uint64_t page_key =
-        key_of_page(first_page + j, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
-    for (uint32_t l = 0; l < kPagePairs; l++) {
-      uint32_t words[2];
-      std::memcpy(words, data + 8 * l, 8);
-      const uint64_t key = table[l] ^ page_key;
-      sum += static_cast<uint64_t>(words[0] + static_cast<uint32_t>(key)) *
-             static_cast<uint64_t>(words[1] + static_cast<uint32_t>(key >> 32));
-    }
+    const uint64_t page_key = key_of_page(first_page + j, seed);
+    for (uint32_t l = 0; l < kPagePairs; l++) sum += product(data + 8 * l, table[l] ^ page_key);
   }
   return sum;
 }
@@ -114,8 +106,7 @@ __attribute__((target("avx2"))) uint64_t pages_avx2(const uint8_t* data, size_t 
   constexpr int kLanes = 4, kWays = 4;  // independent sums hide the product's latency
   __m256i sums[kWays] = {};
   for (size_t j = 0; j < pages; j++) {
-    const __m256i page_key = _mm256_set1_epi64x(static_cast<long long>(
-        key_of_page(first_page + j, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32))));
+    const __m256i page_key = _mm256_set1_epi64x(static_cast<long long>(key_of_page(first_page + j, seed)));
     for (uint32_t l = 0; l < kPagePairs; l += kLanes * kWays, data += 8 * kLanes * kWays) {
       for (int way = 0; way < kWays; way++) {
         const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data) + way);
@@ -138,8 +129,7 @@ __attribute__((target("avx512f"))) uint64_t pages_avx512(const uint8_t* data, si
   constexpr int kLanes = 8, kWays = 4;
   __m512i sums[kWays] = {};
   for (size_t j = 0; j < pages; j++) {
-    const __m512i page_key = _mm512_set1_epi64(static_cast<long long>(
-        key_of_page(first_page + j, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32))));
+    const __m512i page_key = _mm512_set1_epi64(static_cast<long long>(key_of_page(first_page + j, seed)));
     for (uint32_t l = 0; l < kPagePairs; l += kLanes * kWays, data += 8 * kLanes * kWays) {
       for (int way = 0; way < kWays; way++) {
         const __m512i words = _mm512_loadu_si512(data + 64 * way);

@@ -72,7 +72,7 @@ int Engine::submit(const std::shared_ptr<Batch>& batch) {
     Op& op = batch->op(i);
     const uint64_t piece = piece_bytes(op);
     // A flush has no payload but is one piece.
-    op.n_pieces = std::max<uint32_t>(1, static_cast<uint32_t>((op.payload_bytes() + piece - 1) / piece));
+    op.n_pieces = std::max<uint32_t>(1, static_cast<uint32_t>(round_up(op.payload_bytes(), piece) / piece));
     op.unfinished.store(op.n_pieces, std::memory_order_relaxed);
     pieces += op.n_pieces;
   }
@@ -137,7 +137,7 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps
     if (copying && (kind < 0 || kind == kWrite || stage->full())) {
       // Without a free slot, leave the work to other threads. A read's result does not wait for a write.
       lock.unlock();
-      finish_oldest(*stage, writer);
+      report(stage->finish_oldest(), writer);
       lock.lock();
       continue;
     }
@@ -145,7 +145,7 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps
     const int fd = run.fd();
     lock.unlock();
     // Copies that have ended are reported before this thread reads or writes something else.
-    while (copying && !stage->empty() && stage->oldest_is_done()) finish_oldest(*stage, writer);
+    while (copying && !stage->empty() && stage->oldest_is_done()) report(stage->finish_oldest(), writer);
     perform(std::move(run), stage.get(), *gaps, writer);
     lock.lock();
     give_back(kind, fd);
@@ -153,7 +153,7 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps
   stand_ins_ -= stand_in;
   lock.unlock();
   // Copies in flight end before their slots and their stream are freed.
-  while (stage && !stage->empty()) finish_oldest(*stage, writer);
+  while (stage && !stage->empty()) report(stage->finish_oldest(), writer);
   stage.reset();
   lock.lock();
   if (--threads_alive_ == 0) thread_ended_.notify_all();
@@ -239,8 +239,8 @@ void Engine::give_back(int kind, int fd) {
 void Engine::take_neighbours(Run& run, const std::shared_ptr<Batch>& batch, int kind) {
   const uint64_t bytes_max = piece_bytes(*run.pieces.front().op);
   const auto take_from = [&](const std::shared_ptr<Batch>& other) {
-    while (!other->lane(kind).empty()) {
-      const Piece next = next_piece(*other, kind);
+    for (Lane& lane = other->lane(kind); !lane.empty();) {
+      const Piece next = piece_of(other->op(lane.ops[lane.next]));
       if (!run.may_take(next, bytes_max)) return;
       run.pieces.push_back(next);
       give_out(other, kind, run.pieces.back());
@@ -255,11 +255,6 @@ void Engine::take_neighbours(Run& run, const std::shared_ptr<Batch>& batch, int 
     else
       i++;
   }
-}
-
-Piece Engine::next_piece(Batch& batch, int kind) const {
-  const Lane& lane = batch.lane(kind);
-  return piece_of(batch.op(lane.ops[lane.next]));
 }
 
 Piece Engine::piece_of(Op& op) const {
@@ -290,8 +285,6 @@ void Engine::perform(Run run, DeviceStage* stage, Gaps& gaps, Writer& writer) {
   }
   report(run, writer);
 }
-
-void Engine::finish_oldest(DeviceStage& stage, Writer& writer) { report(stage.finish_oldest(), writer); }
 
 void Engine::report(const Run& run, Writer& writer) {
   for (const Piece& piece : run.pieces) piece_done(piece, writer);
@@ -344,8 +337,7 @@ void Engine::write_header(Batch& batch, Op& op, Writer& writer) {
   std::memset(page + kCrcOffset, 0, 4);
   const uint32_t crc = crc32(page, kPageBytes);
   std::memcpy(page + kCrcOffset, &crc, 4);
-  const int error = writer.write_fully(op.spec.fd, page, kPageBytes, op.spec.offset);
-  if (error != 0) op.fail(error);
+  if (const int error = writer.write_fully(op.spec.fd, page, kPageBytes, op.spec.offset)) op.fail(error);
 }
 
 }  // namespace kvtier

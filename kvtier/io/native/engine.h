@@ -80,14 +80,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Run take(int kind);
   void take_neighbours(Run& run, const std::shared_ptr<Batch>& batch, int kind);
   void give_back(int kind, int fd);  // of the thread that has moved a run
-  Piece next_piece(Batch& batch, int kind) const;  // not taken yet: without its batch
-  Piece piece_of(Op& op) const;  // its next piece, without its batch
+  Piece piece_of(Op& op) const;  // its next piece, not taken yet: without its batch
   bool give_out(const std::shared_ptr<Batch>& batch, int kind, Piece& piece);  // true: its operation's last piece
   void drop_queued(Batch& batch);
   // Without it:
   uint64_t piece_bytes(const Op& op) const;
   void perform(Run run, DeviceStage* stage, Gaps& gaps, Writer& writer);
-  void finish_oldest(DeviceStage& stage, Writer& writer);
   void report(const Run& run, Writer& writer);
   void land(const Run& run, Gaps& gaps);
   void store(const Piece& piece, Writer& writer);

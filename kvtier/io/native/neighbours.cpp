@@ -15,7 +15,7 @@ constexpr size_t kPartsMax = 2 * kRunPiecesMax - 1;
 static_assert(kPartsMax <= IOV_MAX, "a run is one preadv");
 
 void read_alone(const Piece& piece, uint8_t* target) {
-  const int error = read_fully(piece.op->spec.fd, target, piece.bytes, piece.offset());
+  const int error = read_at_least(piece.op->spec.fd, target, piece.bytes, piece.bytes, piece.offset()).error;
   if (error != 0) piece.op->fail(error);
 }
 

@@ -7,6 +7,8 @@
 #include <system_error>
 #include <utility>
 
+#include "batch.h"
+
 namespace kvtier {
 namespace {
 
@@ -45,8 +47,7 @@ PinnedBuffer::PinnedBuffer(std::shared_ptr<PrimaryContext> context, size_t bytes
     : mapped_bytes_(bytes + kHugePageBytes) {
   mapping_ = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapping_ == MAP_FAILED) throw std::system_error(errno, std::generic_category());
-  const uintptr_t base = reinterpret_cast<uintptr_t>(mapping_);
-  data_ = reinterpret_cast<uint8_t*>((base + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes);
+  data_ = reinterpret_cast<uint8_t*>(round_up(reinterpret_cast<uintptr_t>(mapping_), kHugePageBytes));
   madvise(data_, bytes, MADV_HUGEPAGE);
   std::memset(data_, 0, bytes);
   if (!context) return;

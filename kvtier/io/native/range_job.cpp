@@ -19,6 +19,7 @@ namespace kvtier {
 namespace {
 
 constexpr uint64_t kPitchMax = uint64_t{1} << 31;  // of cuMemcpy2DAsync, exclusive
+constexpr size_t kNotLanded = SIZE_MAX;            // in place of a piece whose bytes have not landed
 
 }  // namespace
 
@@ -206,7 +207,7 @@ void RangeJob::work(uint32_t thread) {
       move_pieces(stage);
     } catch (...) {
       stage.settle();
-      for (; !stage.in_flight.empty(); stage.in_flight.pop_front()) end_landing();
+      for (; !stage.in_flight.empty(); stage.in_flight.pop_front()) end_landing(kNotLanded, 0);
       throw;
     }
   } catch (const CudaFailed& failed) {
@@ -241,7 +242,7 @@ void RangeJob::move_pieces(Stage& stage) {
       if (stage.context) stage.record(slot, number, bytes);
     } catch (...) {
       stage.settle();
-      end_landing();
+      end_landing(kNotLanded, 0);
       throw;
     }
     if (!stage.context) end_landing(number, bytes);
@@ -251,8 +252,8 @@ void RangeJob::move_pieces(Stage& stage) {
 
 bool RangeJob::read(const RangePiece& piece, uint8_t* slot) {
   const uint64_t needed = piece.end - piece.start;
-  const uint64_t pages = (needed + kPageBytes - 1) / kPageBytes * kPageBytes;
-  const ReadResult result = read_at_least(fds_[piece.file], slot, needed, pages, static_cast<int64_t>(piece.start));
+  const ReadResult result = read_at_least(fds_[piece.file], slot, needed, round_up(needed, kPageBytes),
+                                          static_cast<int64_t>(piece.start));
   if (result.error != 0) {
     fail({result.error, piece.file, piece.start + result.bytes, ""});
     return false;
@@ -270,7 +271,7 @@ void RangeJob::sum(const RangePiece& piece, uint8_t* slot) const {
   for (uint64_t at = piece.start; at < end; at += block_bytes) {
     if (file.not_summed != nullptr && file.not_summed[at / block_bytes] != 0) continue;
     uint8_t* data = slot + (at - piece.start);
-    const uint64_t bytes = std::min(block_bytes, end - at), padded = (bytes + 7) / 8 * 8;
+    const uint64_t bytes = std::min(block_bytes, end - at), padded = round_up(bytes, 8);
     std::memset(data + bytes, 0, padded - bytes);
     file.sums[at / block_bytes] = sum_(data, padded, seed_, 0);
   }
@@ -303,19 +304,12 @@ bool RangeJob::begin_landing() {
 }
 
 void RangeJob::end_landing(size_t piece, uint64_t bytes) {
-  landed_.fetch_add(bytes, std::memory_order_relaxed);
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    has_landed_[piece] = true;
-    size_t first = first_missing_.load(std::memory_order_relaxed);
-    while (first < has_landed_.size() && has_landed_[first]) first++;
-    first_missing_.store(first, std::memory_order_release);
-  }
-  end_landing();
-}
-
-void RangeJob::end_landing() {
   std::lock_guard<std::mutex> lock(mutex_);
+  landed_.fetch_add(bytes, std::memory_order_relaxed);
+  if (piece != kNotLanded) has_landed_[piece] = true;
+  size_t first = first_missing_.load(std::memory_order_relaxed);
+  while (first < has_landed_.size() && has_landed_[first]) first++;
+  first_missing_.store(first, std::memory_order_release);
   if (--landing_ == 0 && cancelled_) changed_.notify_all();
 }
 

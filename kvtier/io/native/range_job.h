@@ -102,7 +102,6 @@ class RangeJob : public std::enable_shared_from_this<RangeJob> {
   void sum(const RangePiece& piece, uint8_t* slot) const;
   uint64_t land(const std::vector<Part>& parts, const uint8_t* slot, Stage& stage);
   bool begin_landing();
-  void end_landing();  // of a piece whose bytes have not landed
   void end_landing(size_t piece, uint64_t bytes);
   void fail(RangeFailure failure);
   void thread_ended();

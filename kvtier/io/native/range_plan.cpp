@@ -7,12 +7,6 @@
 #include "neighbours.h"
 
 namespace kvtier {
-namespace {
-
-uint64_t round_down(uint64_t value, uint64_t unit) { return value / unit * unit; }
-uint64_t round_up(uint64_t value, uint64_t unit) { return round_down(value + unit - 1, unit); }
-
-}  // namespace
 
 RangePlan::RangePlan(std::vector<RangeFile> files, std::vector<RangeCopy> copies, uint64_t piece_bytes,
                      uint64_t block_bytes)

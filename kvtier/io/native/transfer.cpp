@@ -17,9 +17,6 @@
 namespace kvtier {
 namespace {
 
-// Direct I/O continues at whole pages only, so the partial page of a short transfer is moved again.
-size_t whole_pages(size_t bytes) { return bytes / kPageBytes * kPageBytes; }
-
 std::atomic<uint64_t> n_reads{0};
 
 }  // namespace
@@ -31,10 +28,6 @@ void become_worker() {
   pthread_setname_np(pthread_self(), "kvtier-io");
 }
 
-int read_fully(int fd, uint8_t* target, size_t bytes, int64_t offset) {
-  return read_at_least(fd, target, bytes, bytes, offset).error;
-}
-
 ReadResult read_at_least(int fd, uint8_t* target, size_t needed, size_t bytes, int64_t offset) {
   size_t done = 0, reached = 0;
   while (reached < needed) {
@@ -44,7 +37,7 @@ ReadResult read_at_least(int fd, uint8_t* target, size_t needed, size_t bytes, i
     if (n < 0) return {errno, reached};
     if (done + static_cast<size_t>(n) <= reached) return {ENODATA, reached};  // no new byte: the end of the file
     reached = done + static_cast<size_t>(n);
-    done = whole_pages(reached);
+    done = round_down(reached, kPageBytes);  // direct I/O moves a partial page again
   }
   return {0, reached};
 }
@@ -90,7 +83,7 @@ int Writer::write_fully(int fd, const uint8_t* source, size_t bytes, int64_t off
     if (n < 0) return static_cast<int>(-n);
     if (done + static_cast<size_t>(n) <= reached) return EIO;  // nothing written, without an error
     reached = done + static_cast<size_t>(n);
-    done = whole_pages(reached);
+    done = round_down(reached, kPageBytes);
   }
   return 0;
 }

@@ -11,9 +11,6 @@ namespace kvtier {
 // Settings of the library's own threads; call first on each.
 void become_worker();
 
-// Reads all bytes. Returns 0, ENODATA when the file ends before, or an errno.
-int read_fully(int fd, uint8_t* target, size_t bytes, int64_t offset);
-
 struct ReadResult {
   int error;     // 0, ENODATA when the file ends before the needed bytes, or an errno
   size_t bytes;  // read
@@ -31,7 +28,7 @@ int64_t read_once(int fd, const iovec* parts, size_t n_parts, int64_t offset);
 // Calls fdatasync. Returns 0, also on a file system without it, or an errno.
 int flush(int fd);
 
-// Number of read calls of read_fully and read_once in this process.
+// Number of read calls of read_at_least and read_once in this process.
 uint64_t reads_issued();
 
 // Writes of one thread through its own kernel AIO context: one request at a time, waited for; pwrite where AIO fails.
