@@ -96,6 +96,11 @@ class LMCacheConnector:
             ended, self._ended = self._ended, []
         return ended
 
+    def usage_bytes(self) -> dict[str, int]:
+        """Return the bytes of the tier's segment sets by tenant (`capacity.tenants`), of all servers on the root.
+        LMCache's own report, by salt, counts only since its server started."""
+        return self._tier.usage_bytes()
+
     def counters(self) -> dict[str, float]:
         """Return the counters of kvtier.runtime.metrics."""
         return self._tier.counters()

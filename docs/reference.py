@@ -31,8 +31,8 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 KEY = re.compile(r"( *)(?:# )?(\w+):(?: +([^#\n]*))?")  # a setting of default.yaml; `# root:` has no default
 # Commands of kvtier, by the words that name them.
 COMMANDS = (
-    "check", "doctor", "plan", "stats", "lookup", "verify", "evict", "pin", "unpin", "quota", "index rebuild",
-    "index check", "serve", "weights shard",
+    "check", "doctor", "plan", "stats", "lookup", "verify", "evict", "pin", "unpin", "quota", "bench", "index rebuild",
+    "index check", "serve", "weights plan", "weights shard",
 )  # fmt: skip
 METHODS = ("get", "put", "post", "delete")
 

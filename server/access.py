@@ -30,6 +30,12 @@ def no_parameters(request: Request) -> None:
         raise Refused(422, f"{request.url.path} takes no parameters in its query; unknown: {names}")
 
 
+async def no_values(request: Request) -> None:
+    """Refuse a body with values, because the route takes none: a client that sends some expects an effect."""
+    if (await request.body()).strip() not in (b"", b"{}", b"null"):
+        raise Refused(422, f"body: {request.url.path} takes no values; valid names: none")
+
+
 def the_service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service

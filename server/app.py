@@ -27,12 +27,14 @@ Errors are `application/problem+json` (RFC 9457). Times are seconds since the ep
 set, send one as `Authorization: Bearer ...`: the read token permits reading, the admin token everything.
 """
 TAGS = [
-    {"name": "stats", "description": "Fill, rates and latencies of the tier, and its engines."},
+    {"name": "stats", "description": "Fill, rates and latencies of the tier."},
+    {"name": "workers", "description": "Engines and their last reports."},
     {"name": "lookup", "description": "Stored part of a prompt."},
     {"name": "segments", "description": "Segment sets in the root."},
     {"name": "pins", "description": "Protection from eviction."},
     {"name": "quotas", "description": "Limits of tenants and namespaces."},
     {"name": "eviction", "description": "Eviction by request."},
+    {"name": "verify", "description": "Background jobs that read every record and check every checksum."},
     {"name": "health", "description": "Liveness, readiness and metrics of the service."},
 ]
 

@@ -3,7 +3,7 @@ converted: "5" is no number."""
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvtier.admin.answers import HexId
@@ -75,6 +75,27 @@ class TokensToLookUp(Named):
     tokens: Tokens
     cache_salt: Salt = ""
     namespace: HexId | None = None
+
+
+class TextToLookUp(Named):
+    """A prompt's text, if the service's machine has the engines' tokenizer."""
+
+    model_config = _request({"prompt": "The capital of France is"})
+    prompt: Annotated[str, Field(max_length=1 << 22)]
+    cache_salt: Salt = ""
+    namespace: HexId | None = None
+
+
+def _kind(asked: object) -> str:
+    """Return the type of a lookup; text only without a list of tokens, so that errors name one of the two."""
+    is_text = isinstance(asked, dict) and "prompt" in asked
+    return (TextToLookUp if is_text else TokensToLookUp).__name__
+
+
+ToLookUp = Annotated[
+    Annotated[TokensToLookUp, Tag(TokensToLookUp.__name__)] | Annotated[TextToLookUp, Tag(TextToLookUp.__name__)],
+    Discriminator(_kind),
+]
 
 
 class PromptPrefix(Named):

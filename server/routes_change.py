@@ -7,15 +7,15 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Response
 
 from kvtier.admin import change
-from kvtier.admin.answers import Evicted, HexId, PinRow, QuotaList
+from kvtier.admin.answers import Evicted, HexId, PinRow, QuotaList, VerifyJob
 from kvtier.admin.lookup import prefix_keys
 from kvtier.config.capacity import TENANT_BYTES_MAX
 from kvtier.eviction.choice import Selection
 from kvtier.eviction.limits import namespace_note
-from kvtier.server.access import TheService, an_admin, no_parameters, problems
+from kvtier.server.access import TheService, an_admin, no_parameters, no_values, problems
 from kvtier.server.problems import Refused
 from kvtier.server.requests import Clearing, Eviction, PinRequest, Quota
-from kvtier.server.routes_look import bytes_of
+from kvtier.server.routes_look import JobId, bytes_of
 from kvtier.server.service import Service
 
 log = logging.getLogger("kvtier")
@@ -109,6 +109,35 @@ def put_namespace_quota(service: TheService, namespace: NamespaceId, wanted: Quo
 def drop_namespace_quota(service: TheService, namespace: NamespaceId) -> None:
     """Return to the quota of the settings."""
     _drop_quota(service, namespace_note(bytes.fromhex(namespace)))
+
+
+@router.post(
+    "/verify",
+    summary="Begin a verify job",
+    tags=["verify"],
+    status_code=202,
+    responses=problems(429),
+    dependencies=[Depends(no_values)],
+)
+def start_verify(service: TheService) -> VerifyJob:
+    """Begin a background job that reads every record and checks every checksum."""
+    job = service.verifying.start()
+    log.info("verify job %s", job.id)
+    return job
+
+
+@router.post(
+    "/verify/{job_id}/cancel",
+    summary="End a verify job",
+    tags=["verify"],
+    responses=problems(404),
+    dependencies=[Depends(no_values)],
+)
+def cancel_verify(service: TheService, job_id: JobId) -> VerifyJob:
+    """End a job after the segment that it reads."""
+    job = service.verifying.cancel(job_id)
+    log.info("verify job %s is to end", job_id)
+    return job
 
 
 def _evict(service: Service, selection: Selection, dry_run: bool, include_pinned: bool = False) -> Evicted:

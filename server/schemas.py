@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvtier.admin.answers import Answer, Snapshot
+from kvtier.admin.answers import Answer, Figures, Snapshot, Worker
 from kvtier.runtime.versions import installed
 
 VERSION = installed("kvtier", "0")
@@ -74,6 +74,19 @@ class History(Answer):
 
     interval_s: float
     points: list[HistoryPoint]
+
+
+class Stats(Figures):
+    """Overview without the lists of engines and prefixes."""
+
+    deployment: Deployment
+
+
+class Workers(Answer):
+    """unreadable: notes in the index that are no reports."""
+
+    workers: list[Worker]
+    unreadable: int
 
 
 Problem.model_rebuild()

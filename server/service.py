@@ -1,4 +1,4 @@
-"""State of the service: the opened root, snapshots and history. Never in the data path.
+"""State of the service: the opened root, the verify jobs, snapshots and history. Never in the data path.
 
 The index may be down when the service starts, and go down and come back while it runs: it is opened by the first
 request that needs it, and only the requests that need it fail.
@@ -16,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from kvtier.admin.answers import Snapshot
 from kvtier.admin.opened import Opened
 from kvtier.admin.stats import snapshot
+from kvtier.admin.verifying import Verifying
 from kvtier.config.settings import Settings
 from kvtier.errors import IndexUnavailable, KVTierError
 from kvtier.server.auth import Tokens
@@ -51,6 +52,7 @@ class Service:
         self._opening = threading.Lock()  # held while the root is opened, and nothing else waits for it
         self._is_closed = False
         self._opened: Opened | None = None
+        self._verifying: Verifying | None = None
         self._failed: tuple[float, str] | None = None
         self._snapshot: tuple[float, Snapshot] | None = None
         self._changes = 0
@@ -80,10 +82,16 @@ class Service:
             raise
         with self._lock:
             if not self._is_closed:
-                self._opened = opened
+                self._verifying, self._opened = Verifying(opened), opened
                 return opened
         opened.close()
         raise IndexUnavailable("the service has ended")
+
+    @property
+    def verifying(self) -> Verifying:
+        """Return the verify jobs. Raises IndexUnavailable."""
+        assert self.opened is not None and self._verifying is not None
+        return self._verifying
 
     def snapshot(self) -> Snapshot:
         """Return a snapshot at most FRESH_S old. Raises IndexUnavailable."""
@@ -139,5 +147,7 @@ class Service:
         """Close the root. One that is being opened is closed by the opening thread."""
         with self._lock:
             self._is_closed = True
+        if self._verifying is not None:
+            self._verifying.close()
         if self._opened is not None:
             self._opened.close()

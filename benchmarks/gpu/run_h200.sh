@@ -239,7 +239,7 @@ stage() {
       rm -rf "$DISK/weights"
       python3 -c "from pathlib import Path; from benchmarks.gpu.weights_files import MODELS, make; make(Path('$DISK/weights'), MODELS['0.6b'])" &&
         python3 -m kvtier.cli weights verify "$DISK/weights" --write && sync && echo 1 > /proc/sys/vm/drop_caches &&
-        timeout -k 5 100 python3 -m kvtier.cli weights verify "$DISK/weights"
+        timeout -k 5 100 python3 -m kvtier.cli weights bench "$DISK/weights" --device cuda:0
       rm -rf "$DISK/weights" ;;
     weights-engine)
       bench weights_engine 590 --out "$OUT/weights_engine.json" --folder "$MEMORY/start" --logs "$WORK/logs" \

@@ -98,6 +98,7 @@ class ObjectTier:
         self._lock = threading.Lock()
         self._size_classes: dict[int, SizeClass] = {}
         self._refused: dict[int, ConfigError] = {}
+        self._is_own: dict[bytes, bool] = {}
         self._is_closed = False
         self._log = RepeatedLog()
         self._open_a_known_size()
@@ -172,6 +173,15 @@ class ObjectTier:
         """Delete objects. Return for each key True if it was there."""
         own = [self._key(key) for key in keys]
         return self._drop(own, self._find(own) or [None] * len(own))
+
+    def usage_bytes(self) -> dict[str, int]:
+        """Return the bytes of this family's segment sets by the tenant's label ("": none), of all hosts on the root.
+        Raises IndexUnavailable."""
+        used: dict[str, int] = {}
+        for info in self._index.sets():
+            if self._is_of_family(info.namespace):
+                used[info.tenant] = used.get(info.tenant, 0) + info.n_bytes
+        return used
 
     def counters(self) -> dict[str, float]:
         """Return sums since the start (kvtier.runtime.metrics); a token there is an object."""
@@ -281,6 +291,15 @@ class ObjectTier:
         for size_class in self._opened_size_classes():
             size_class.forget(keys)
         return was_there
+
+    def _is_of_family(self, namespace_id: bytes) -> bool:
+        if namespace_id not in self._is_own:
+            try:
+                found = read_namespace(self._root.folder / namespace_id.hex())
+            except ConfigError:
+                return False  # an unreadable namespace belongs to no family
+            self._is_own[namespace_id] = (found.engine, found.codec) == (self._host.family, CODEC_ID)
+        return self._is_own[namespace_id]
 
 
 def _slab_bytes(entry: bytes) -> int:

@@ -316,4 +316,4 @@ def _about(vllm_config: Any, ranks: int) -> About:
     """Describe this engine for `stats` and the admin service."""
     model = vllm_config.model_config
     label = getattr(model, "served_model_name", None) or model.model
-    return About(ranks, "vllm", vllm.__version__, str(label), platform.device_name())
+    return About(ranks, "vllm", vllm.__version__, str(label), str(model.tokenizer), platform.device_name())

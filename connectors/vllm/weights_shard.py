@@ -1,9 +1,10 @@
-"""Shards of all ranks of an engine, made in one process on the CPU."""
+"""Plans and shards of all ranks of an engine, made in one process on the CPU."""
 
 import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,56 @@ from kvtier.connectors.vllm.weights_ranks import as_rank, build_model, engine_co
 from kvtier.errors import ConfigError
 from kvtier.model.shard_manifest import ShardManifest, read_shard_manifest
 from kvtier.model.weights_fingerprint import weights_fingerprint
+from kvtier.weights.copies import OFFSET, ROW_BYTES, ROWS, SOURCE_PITCH
 from kvtier.weights.plan import WeightPlan
 from kvtier.weights.reader import WeightReader
 from kvtier.weights.shards import RankState, ShardFolder, locked_folder
 
+AUTO = "auto"  # dtype of an engine that is given none
 LOGGED = logging.ERROR  # least level of vLLM's own lines here
 
 
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """Figures of one rank's plan. landed_bytes: into parameters. read_bytes: of files, for those, with the gaps between
+    short rows."""
+
+    rank: int
+    copies: int
+    landed_bytes: int
+    read_bytes: int
+    converted: int
+    materialized_bytes: int
+
+
+def plans(folder: Path, tensor_size: int, dtype: str = AUTO) -> Iterator[RankPlan]:
+    """Yield the figures of each rank's plan. dtype: as vLLM's --dtype.
+
+    Raises ConfigError for a model that is not loaded by plans.
+    """
+    with refusals_of_vllm(folder):
+        config = _config(folder, tensor_size, dtype)
+        for rank in range(tensor_size):
+            with as_rank(config, rank), WeightReader() as reader:
+                model, loader = build_model(config), _loader()
+                planned = loader.record(model, config.model_config, reader)
+            if planned is None:
+                raise ConfigError("model", str(folder), f"kvtier cannot plan its load: {loader.why}")
+            plan = planned.plan
+            table = plan.copies.T
+            spans = (table[ROWS] - 1) * table[SOURCE_PITCH] + table[ROW_BYTES]
+            yield RankPlan(
+                rank=rank,
+                copies=len(plan.copies),
+                landed_bytes=plan.n_bytes + plan.materialized_bytes,
+                read_bytes=_covered(list(zip(table[0].tolist(), table[OFFSET].tolist(), spans.tolist(), strict=True))),
+                converted=len(plan.conversions),
+                materialized_bytes=plan.materialized_bytes,
+            )
+
+
 def shard(
-    folder: Path, tensor_size: int, out: Path, begin: Callable[[int], Callable[[int], object]], dtype: str = "auto"
+    folder: Path, tensor_size: int, out: Path, begin: Callable[[int], Callable[[int], object]], dtype: str = AUTO
 ) -> ShardManifest:
     """Write the shards of all ranks. Go on where an earlier call ended. Return the manifest.
 
@@ -93,3 +135,13 @@ def _config(folder: Path, tensor_size: int, dtype: str) -> Any:
 
 def _loader() -> KvtierModelLoader:
     return KvtierModelLoader(LoadConfig(load_format="kvtier", model_loader_extra_config={"plan_cache": False}))
+
+
+def _covered(spans: list[tuple[int, int, int]]) -> int:
+    """Return the bytes of files in any of the (file, offset, length)."""
+    total, end = 0, (-1, 0)
+    for file, offset, length in sorted(spans):
+        begin = max(offset, end[1]) if file == end[0] else offset
+        total += max(0, offset + length - begin)
+        end = (file, max(offset + length, end[1] if file == end[0] else 0))
+    return total

@@ -158,9 +158,8 @@ class Prefix(TopPrefix):
     is_pinned: bool
 
 
-class Snapshot(Answer):
-    """State of the tier. read_ceiling_bytes_s: sum over hosts of the best calibrated rate on each; null where no
-    engine measured one (those without a GPU do not)."""
+class Figures(Answer):
+    """Fill, rates and latencies of the tier."""
 
     at_s: float
     index: IndexState
@@ -171,6 +170,12 @@ class Snapshot(Answer):
     latencies: Latencies
     namespaces: list[NamespaceRow]
     tenants: list[TenantRow]
+
+
+class Snapshot(Figures):
+    """State of the tier. read_ceiling_bytes_s: sum over hosts of the best calibrated rate on each; null where no
+    engine measured one (those without a GPU do not)."""
+
     read_ceiling_bytes_s: float | None
     workers: list[Worker]
     unreadable_reports: int = Field(description="notes in the index that are no reports")
@@ -301,3 +306,34 @@ class QuotaRow(Answer):
 class QuotaList(Answer):
     default_namespace_bytes: int | None
     quotas: list[QuotaRow]
+
+
+class BadRecord(Answer):
+    namespace: str
+    segment: str
+    slot: int | None
+    what: str
+
+
+class VerifyJob(Answer):
+    """Reading every record and checking every checksum, in the background. bad: the first BAD_SHOWN_MAX of n_bad.
+    unfinished: slots whose writer died; nothing refers to them. unproved: signed records whose signatures were not
+    checked, for want of the secret in the service's settings."""
+
+    id: str
+    state: Literal["waiting", "running", "done", "failed", "cancelled"]
+    segments_done: int = 0
+    segments_total: int | None = None
+    started_s: float
+    ended_s: float | None = None
+    records: int | None = None
+    n_bytes: int | None = None
+    unfinished: int | None = None
+    unproved: int | None = None
+    n_bad: int | None = None
+    bad: list[BadRecord] = []
+    fault: str = ""
+
+
+class VerifyJobs(Answer):
+    jobs: list[VerifyJob]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import typer
 
 from kvtier.cli import (  # noqa: F401
+    bench,
     calibrate,
     check,
     doctor,

@@ -31,6 +31,7 @@ DELETED = " (deleted)"  # ends the link of an open file without a name in /proc/
 
 @app.command("evict", epilog=MEANINGS)
 def evict(
+    ctx: typer.Context,
     path: PathArgument = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
@@ -56,6 +57,8 @@ def evict(
         str | None, typer.Option(metavar="LABEL", help='Only sets of this tenant; "": those without a label.')
     ] = None,
     tokens: prompts.TokensOption = None,
+    prompt: prompts.PromptOption = None,
+    prompt_file: prompts.PromptFileOption = None,
     salt: prompts.SaltOption = "",
     everything: Annotated[
         bool, typer.Option("--all", help="All sets but the pinned ones; with --namespace, all of that namespace.")
@@ -71,7 +74,8 @@ def evict(
     A prompt selects the sets with chunks of it, which hold chunks of other prompts too, and needs --namespace. The exit
     status is 2 where an open set stays, or one that was not reached; pinned sets that stay change nothing.
     """
-    by_prompt = prompts.has_prompt(tokens, salt)
+    given = prompts.PromptOptions(tokens, prompt, prompt_file, salt)
+    by_prompt = given.is_given(ctx)
     if not everything and all(value is None for value in (n_bytes, unused, namespace, tenant)) and not by_prompt:
         raise NotDone("which sets? say --bytes, --unused, --namespace, --tenant or a prompt, or --all for everything")
     if include_pinned and not everything:
@@ -82,9 +86,9 @@ def evict(
         namespace_id = None if namespace is None else prompts.namespace_of(namespace, opened)
         if by_prompt and namespace_id is None:
             raise NotDone("a prefix belongs to a namespace: add --namespace")
-        set_ids = None
-        if tokens is not None and namespace_id is not None:
-            set_ids = opened.evictor.sets_of(prompts.keys_of(tokens, salt, opened, namespace_id))
+        set_ids = (
+            opened.evictor.sets_of(prompts.keys_of(given, opened, namespace_id)) if by_prompt and namespace_id else None
+        )
         selection = Selection(n_bytes, unused, namespace_id, tenant, set_ids)
         confirmed = None if dry_run else yes
         return _evict(opened, selection, include_pinned, confirmed, as_json)

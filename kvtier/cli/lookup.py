@@ -1,5 +1,7 @@
 """`kvtier lookup`: the stored part of a prompt, and its location."""
 
+import typer
+
 from kvtier.admin.answers import LookupAnswer
 from kvtier.admin.lookup import look_up
 from kvtier.cli import prompts
@@ -11,19 +13,23 @@ from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK
 
 @app.command("lookup", epilog=MEANINGS)
 def lookup(
+    ctx: typer.Context,
     path: PathArgument = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
     namespace: prompts.NamespaceOption = None,
     tokens: prompts.TokensOption = None,
+    prompt: prompts.PromptOption = None,
+    prompt_file: prompts.PromptFileOption = None,
     salt: prompts.SaltOption = "",
 ) -> int:
     """Show how much of a prompt is stored, and where."""
-    if tokens is None:
-        raise NotDone("which prompt? name one with --tokens")
+    given = prompts.PromptOptions(tokens, prompt, prompt_file, salt)
+    if not given.is_given(ctx):
+        raise NotDone("which prompt? name one with --tokens, --prompt or --prompt-file")
     with deployment(path, config, needs_settings=False) as opened:
         namespace_id = None if namespace is None else prompts.namespace_of(namespace, opened)
-        answer = look_up(opened, prompts.read_tokens(tokens), salt, namespace_id)
+        answer = look_up(opened, prompts.tokens_of(given, opened, namespace_id), salt, namespace_id)
     show(answer, as_json, _print)
     return OK if any(hit.hit_tokens for hit in answer.hits) else FOUND_BAD
 

@@ -18,11 +18,14 @@ ID_CHARS_SHOWN = 12
 
 @app.command("pin", epilog=MEANINGS)
 def pin(
+    ctx: typer.Context,
     path: PathArgument = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
     namespace: prompts.NamespaceOption = None,
     tokens: prompts.TokensOption = None,
+    prompt: prompts.PromptOption = None,
+    prompt_file: prompts.PromptFileOption = None,
     salt: prompts.SaltOption = "",
     label: Annotated[str, typer.Option(metavar="TEXT", help="The purpose of the pin.", show_default=False)] = "",
     ttl_s: Annotated[
@@ -38,7 +41,8 @@ def pin(
     """Keep a namespace or a prefix from being evicted, or list pins.
 
     Without --namespace, pins are listed. With a prompt, the pin is of the prompt's prefix in the namespace."""
-    has_prompt = prompts.has_prompt(tokens, salt)
+    given = prompts.PromptOptions(tokens, prompt, prompt_file, salt)
+    has_prompt = given.is_given(ctx)
     if namespace is None:
         if has_prompt:
             raise NotDone("a prefix is one of a namespace: add --namespace")
@@ -49,7 +53,7 @@ def pin(
         return OK
     with deployment(path, config) as opened:
         namespace_id = prompts.namespace_of(namespace, opened)
-        keys = None if tokens is None else prompts.keys_of(tokens, salt, opened, namespace_id)
+        keys = prompts.keys_of(given, opened, namespace_id) if has_prompt else None
         row = add_pin(opened, namespace_id, keys, label, ttl_s)
     show(row, as_json, _print_new)
     return OK

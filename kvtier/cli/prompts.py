@@ -1,15 +1,16 @@
-"""Options shared by commands: a namespace, and a prompt by its tokens."""
+"""Options shared by commands: a namespace, and a prompt by its tokens or its text."""
 
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
 from kvtier.admin.lookup import TOKENS_MAX, prefix_keys
 from kvtier.admin.opened import Opened
-from kvtier.cli.app import NotDone
+from kvtier.admin.prompts import tokenize
+from kvtier.cli.app import NotDone, refuse_together
 from kvtier.config.types import parse_bytes, parse_seconds
 
 STANDARD_INPUT = "-"
@@ -33,6 +34,23 @@ def duration_argument(text: str) -> float:
     return seconds
 
 
+class PromptOptions(NamedTuple):
+    """A prompt as the options name it: by its tokens, its text or a file with its text; None: not given."""
+
+    tokens: str | None
+    prompt: str | None
+    prompt_file: str | None
+    salt: str
+
+    def is_given(self, ctx: typer.Context) -> bool:
+        """Tell whether there is a prompt. Raises NotDone for a salt alone, which would say nothing."""
+        refuse_together(ctx, {"--tokens": self.tokens, "--prompt": self.prompt, "--prompt-file": self.prompt_file})
+        found = any(text is not None for text in self[:3])
+        if self.salt and not found:
+            raise NotDone("--salt belongs to a prompt: add --tokens, --prompt or --prompt-file")
+        return found
+
+
 NamespaceOption = Annotated[
     str | None,
     typer.Option("--namespace", metavar="ID", help="Id of a namespace, or how it begins, as `kvtier stats` shows it."),
@@ -45,21 +63,36 @@ TokensOption = Annotated[
         help="A prompt by its token ids: a JSON list, or numbers between blanks; - is standard input.",
     ),
 ]
+PromptOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prompt", metavar="TEXT", help="A prompt by its text; the engines' tokenizer must be on this machine."
+    ),
+]
+PromptFileOption = Annotated[
+    str | None,
+    typer.Option("--prompt-file", metavar="FILE", help="A prompt by a file with its text; - is standard input."),
+]
 SaltOption = Annotated[
     str, typer.Option("--salt", metavar="TEXT", help="The cache salt of the prompt's requests.", show_default=False)
 ]
 
 
-def has_prompt(tokens: str | None, salt: str) -> bool:
-    """Tell whether there is a prompt. Raises NotDone for a salt alone, which would say nothing."""
-    if salt and tokens is None:
-        raise NotDone("--salt belongs to a prompt: add --tokens")
-    return tokens is not None
+def tokens_of(options: PromptOptions, opened: Opened, namespace: bytes | None) -> list[int]:
+    """Read the prompt. Raises NotDone, NoTokenizer."""
+    if options.tokens is not None:
+        tokens = _tokens(_read(options.tokens), options.tokens)
+    else:
+        text = options.prompt if options.prompt is not None else _read(options.prompt_file or STANDARD_INPUT)
+        tokens = tokenize(opened, text, namespace)
+    if len(tokens) > TOKENS_MAX:
+        raise NotDone(f"a prompt of {len(tokens)} tokens: at most {TOKENS_MAX}")
+    return tokens
 
 
-def keys_of(tokens: str, salt: str, opened: Opened, namespace: bytes) -> list[bytes]:
-    """Return the keys of the whole chunks of the prompt in the file `tokens`. Raises NotDone, AdminRefusal."""
-    return prefix_keys(opened, read_tokens(tokens), salt, namespace)
+def keys_of(options: PromptOptions, opened: Opened, namespace: bytes) -> list[bytes]:
+    """Return the keys of the prompt's whole chunks. Raises NotDone, AdminRefusal."""
+    return prefix_keys(opened, tokens_of(options, opened, namespace), options.salt, namespace)
 
 
 def namespace_of(given: str, opened: Opened) -> bytes:
@@ -74,17 +107,18 @@ def namespace_of(given: str, opened: Opened) -> bytes:
     return found[0]
 
 
-def read_tokens(name: str) -> list[int]:
-    """Read the token ids of a prompt; name: of a file, or STANDARD_INPUT. Raises NotDone."""
+def _read(name: str) -> str:
     try:
-        text = sys.stdin.read() if name == STANDARD_INPUT else Path(name).read_text(encoding="utf-8")
+        return sys.stdin.read() if name == STANDARD_INPUT else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise NotDone(f"{name}: no prompt can be read there: {getattr(fault, 'strerror', None) or fault}") from None
+
+
+def _tokens(text: str, name: str) -> list[int]:
+    try:
         found = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
-    except OSError as fault:
-        raise NotDone(f"{name}: no prompt can be read there: {fault.strerror}") from None
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, list) or not all(type(token) is int and 0 <= token < 1 << 32 for token in found):
         raise NotDone(f"{name}: no token ids: --tokens takes a JSON list, or numbers between blanks")
-    if len(found) > TOKENS_MAX:
-        raise NotDone(f"a prompt of {len(found)} tokens: at most {TOKENS_MAX}")
     return found

@@ -1,5 +1,5 @@
-"""`kvtier weights`: files with just what each rank of an engine loads (`shard`), and checksums of weight files
-(`verify`)."""
+"""`kvtier weights`: bytes that each rank of an engine loads (`plan`), files with just those (`shard`), checksums of
+weight files (`verify`), and the rate at which they load (`bench`)."""
 
 import os
 import shlex
@@ -15,7 +15,7 @@ import typer
 from kvtier.cli.app import NotDone, weights
 from kvtier.cli.place import JsonOption
 from kvtier.cli.progress import progress
-from kvtier.cli.tables import counted
+from kvtier.cli.tables import counted, percent, print_table
 from kvtier.cli.tables import seconds as duration
 from kvtier.errors import ConfigError
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
@@ -24,6 +24,11 @@ from kvtier.runtime.units import rate, size
 RANKS_MAX = 1024  # largest --tp; a larger one is a typing error
 
 FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a model with safetensors files.")]
+DtypeOption = Annotated[
+    Literal["auto", "bfloat16", "float16", "float32"],
+    typer.Option(help="The engine's --dtype; auto: the dtype that the engine chooses without that option."),
+]
+TensorOption = Annotated[int, typer.Option("--tp", metavar="N", min=1, max=RANKS_MAX, help="Tensor-parallel size.")]
 
 
 @weights.command("verify", epilog=MEANINGS)
@@ -67,15 +72,53 @@ def verify_weights(
     return FOUND_BAD if findings else OK
 
 
+@weights.command("bench", epilog=MEANINGS)
+def bench_weights(
+    folder: FolderArgument,
+    device: Annotated[str, typer.Option(help="Where the bytes go, as in torch: cpu or cuda:N.")] = "cpu",
+    as_json: JsonOption = False,
+) -> int:
+    """Read all tensors of a model to a device, and compare the rate with the ceilings of this minute.
+
+    Needs no memory for the whole model: later tensors replace earlier ones.
+    """
+    from kvtier.weights.bench import measure  # torch, which takes seconds to import
+
+    with progress("reading") as show:
+        found = measure(folder, device, show)
+    if as_json:
+        print_json({"folder": str(folder), "device": device, **asdict(found), "share": found.share})
+        return OK
+    rows = [(str(folder), "rate", "of the ceiling")]
+    rows += [("loading" + what, rate(value), percent(value / found.ceiling)) for what, value in found.rates()]
+    rows += [(f"ceiling: {what}", rate(value), "") for what, value in found.ceilings()]
+    print_table(rows, right=(1, 2))
+    how = f"{found.direct_files} of {counted(found.files, 'file')} read past the page cache"
+    print(f"{size(found.n_bytes)} to {device}, median of {found.rounds}; {how}")
+    return OK
+
+
+@weights.command("plan", epilog=MEANINGS)
+def plan(folder: FolderArgument, tp: TensorOption = 1, dtype: DtypeOption = "auto", as_json: JsonOption = False) -> int:
+    """Show what --load-format kvtier reads for each rank. Needs vLLM and no GPU."""
+    found = [asdict(rank) for rank in _engine(folder).plans(folder, tp, dtype)]
+    if as_json:
+        print_json(found)
+        return OK
+    sizes = ("landed_bytes", "read_bytes", "materialized_bytes")
+    rows = [[size(rank[name]) if name in sizes else str(rank[name]) for name in found[0]] for rank in found]
+    print_table(
+        [["rank", "copies", "into parameters", "from files", "converted", "read while planned"], *rows], range(6)
+    )
+    return OK
+
+
 @weights.command("shard", epilog=MEANINGS)
 def shard(
     folder: FolderArgument,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to make, or to go on with after an interruption.")],
-    tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, max=RANKS_MAX, help="Tensor-parallel size.")] = 1,
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"],
-        typer.Option(help="The engine's --dtype; auto: the dtype that the engine chooses without that option."),
-    ] = "auto",
+    tp: TensorOption = 1,
+    dtype: DtypeOption = "auto",
 ) -> int:
     """Write safetensors files with just what each rank loads, from which kvtier and vLLM's sharded_state load.
 

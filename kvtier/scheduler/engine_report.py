@@ -111,6 +111,7 @@ class WorkerReport(BaseModel):
     engine: Label
     engine_version: Label
     model: Label
+    tokenizer: Label = ""
     capacity_bytes: Count | None = None
     namespace: HexId
     ranks: Count
@@ -150,14 +151,15 @@ class WorkerReport(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Description of an engine. ranks: number of workers. model: the name that it is served under. device: the device
-    that computes, "" where costs are not reported. capacity_bytes: from the settings, COUNT_MAX at most; None where it
-    is not reported."""
+    """Description of an engine. ranks: number of workers. model: the name that it is served under. tokenizer: folder or
+    name on the hub. device: the device that computes, "" where costs are not reported. capacity_bytes: from the
+    settings, COUNT_MAX at most; None where it is not reported."""
 
     ranks: int = 1
     engine: str = ""
     engine_version: str = ""
     model: str = ""
+    tokenizer: str = ""
     device: str = ""
     capacity_bytes: int | None = None
 
@@ -289,6 +291,7 @@ class Reporter:
                 engine=about.engine[:LABEL_CHARS_MAX],
                 engine_version=about.engine_version[:LABEL_CHARS_MAX],
                 model=about.model[:LABEL_CHARS_MAX],
+                tokenizer=about.tokenizer[:LABEL_CHARS_MAX],
                 capacity_bytes=about.capacity_bytes,
                 namespace=namespace.hex(),
                 ranks=about.ranks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 import time
@@ -12,11 +13,13 @@ from typing import Any
 
 import pytest
 
-from kvtier.cli import progress, tables
+from kvtier.cli import bench, bench_storage, progress, tables
 from kvtier.config.settings import CONFIG_VARIABLE
 from kvtier.eviction.evictor import EvictionResult, Evictor
 from kvtier.index.lmdb.index import LmdbIndex
+from kvtier.io.ring import FlushOp, sizes_for
 from kvtier.scheduler.engine_report import Times, TopPrefix, WorkerReport
+from kvtier.storage.filesystem import FileSystem
 from kvtier.storage.root import CAPACITY_UNIT, default_capacity
 from tests.cli.asking import CHUNKS, TOKENS, Cli
 
@@ -85,7 +88,7 @@ def test_the_root_variable_alone_is_a_deployment(config: Path, monkeypatch: pyte
 def test_looking_makes_no_root(tmp_path: Path, cli: Cli) -> None:
     config = tmp_path / "kvtier.yaml"
     config.write_text(f"root: {tmp_path / 'kv'}\n")
-    for command in ("stats", "verify", "pin", "quota"):
+    for command in ("stats", "verify", "pin", "quota", "bench"):
         assert "no such folder" in cli.refused(command, "--config", str(config))
     assert not (tmp_path / "kv").exists()
 
@@ -168,6 +171,7 @@ def test_lookup_that_cannot_be_done(config: Path, tmp_path: Path, cli: Cli) -> N
     bad.write_text('["a"]')
     assert "which prompt?" in cli.refused("lookup", str(config))
     assert f"{bad}: no token ids" in cli.refused("lookup", str(config), "--tokens", str(bad))
+    assert "send token ids" in cli.refused("lookup", str(config), "--prompt", "a text")
     for namespace in ("ffff", ""):
         text = cli.refused("lookup", str(config), "--tokens", str(bad), "--namespace", namespace)
         assert ("--namespace ffff: there is no such" if namespace else "--namespace is empty") in text
@@ -288,7 +292,53 @@ def test_quotas_are_set_lifted_and_reset(config: Path, cli: Cli) -> None:
     cli.printed("quota", str(config), "--tenant", "\u00e9" * 16, "--set", "1GiB")
 
 
-# --- verify ---
+# --- bench, verify ---
+
+
+def test_bench_measures_beside_ceilings(config: Path, cli: Cli) -> None:
+    found = cli.json("bench", str(config), "--size", "16MiB")
+    by_name = {figure["what"]: figure for figure in found["figures"]}
+    assert set(by_name) == {"writing records", "reading and checking records", f"lookup of {CHUNKS} chunks"}
+    for figure in by_name.values():
+        is_rate = figure["unit"] == "bytes/s"
+        over = figure["value"] / figure["ceiling"] if is_rate else figure["ceiling"] / figure["value"]
+        assert figure["share"] == pytest.approx(over) and figure["value"] > 0
+    assert not list(root_of(config).rglob(".calibrate-*"))
+    assert "the ceiling is" in cli.printed("bench", str(root_of(config)), "--size", "16MiB")
+
+
+def test_bench_counts_fdatasync_where_engines_call_it(config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    """On a file system whose client writes behind it reported the rate of the client's memory."""
+    real, flushed = os.fdatasync, []
+
+    def flush(fd: int) -> None:
+        flushed.append(fd)
+        time.sleep(0.2)
+        real(fd)
+
+    monkeypatch.setattr(os, "fdatasync", flush)
+    found = cli.json("bench", str(config), "--size", "16MiB")
+    assert not flushed and "writes count no fdatasync" in found["notes"][0]
+    gluster = FileSystem("fuse.glusterfs", True, "/")
+    monkeypatch.setattr(bench, "file_system_of", lambda _: gluster)
+    found = cli.json("bench", str(config), "--size", "16MiB")
+    plain = next(figure for figure in found["figures"] if figure["what"] == "writing records")["ceiling"]
+    assert len(flushed) == bench_storage.ROUNDS and plain < (16 << 20) / 0.2
+    assert "writes count the fdatasync that engines call" in found["notes"][0]
+
+
+def test_the_ring_flushes_what_bench_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, ops = bench_storage._run, []
+    monkeypatch.setattr(bench_storage, "_run", lambda ring, batch: ops.append(type(batch[0])) or run(ring, batch))
+    sizes = sizes_for(False, 2, None)
+    for flushes in (False, True):
+        bench_storage.measure(tmp_path, sizes, False, flushes, 16 << 20, lambda: None)
+    assert ops.count(FlushOp) == bench_storage.ROUNDS + 1
+
+
+def test_bench_of_a_full_disk_is_said(config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    monkeypatch.setattr(bench.bench_storage, "RECORD_BYTES", 1 << 60)
+    assert "no room for" in cli.refused("bench", str(config))
 
 
 def test_verify_takes_settings_too(config: Path, cli: Cli) -> None:
@@ -306,7 +356,7 @@ def test_verify_takes_settings_too(config: Path, cli: Cli) -> None:
         ["evict", "x", "--unused", "soon"],
         ["evict", "x", "--unused", "0s"],
         ["quota", "x", "--tenant", "a", "--namespace", "b", "--reset"],
-        ["lookup", "x", "--prompt", "b"],
+        ["lookup", "x", "--tokens", "a", "--prompt", "b"],
         ["unpin"],
         ["stat"],
         ["index"],
@@ -364,4 +414,4 @@ def test_a_prompt_that_cannot_be_read_is_named(config: Path, tmp_path: Path, cli
     assert f"{missing}: no prompt can be read there: No such file" in cli.refused(
         "lookup", str(config), "--tokens", str(missing)
     )
-    assert f"{binary}: no token ids" in cli.refused("lookup", str(config), "--tokens", str(binary))
+    assert f"{binary}: no prompt can be read there" in cli.refused("lookup", str(config), "--tokens", str(binary))

@@ -80,3 +80,19 @@ def test_files_in_the_format_of_mistral(folder: Path, cli: Cli) -> None:
 
 def test_an_empty_folder(tmp_path: Path, cli: Cli) -> None:
     assert "no safetensors file" in cli.refused("weights", "verify", str(tmp_path), "--write")
+
+
+def test_bench(folder: Path, cli: Cli) -> None:
+    values = cli.json("weights", "bench", str(folder))
+    assert values["n_bytes"] == 900_000 * 8 and values["verified"] is values["pcie"] is None
+    assert values["share"] == pytest.approx(values["loading"] / values["plain_read"])
+    cli.printed("weights", "verify", str(folder), "--write")
+    lines = cli.printed("weights", "bench", str(folder)).splitlines()
+    assert [line.split("  ")[0] for line in lines[1:4]] == [
+        "loading",
+        "loading, compared with the manifest",
+        "ceiling: plain reads, 12 threads",
+    ]
+    assert "median of 3" in lines[-1]
+    if not torch.cuda.is_available():
+        assert "device cuda:0 cannot be used" in cli.refused("weights", "bench", str(folder), "--device", "cuda:0")

@@ -212,10 +212,10 @@ def test_a_damaged_checkpoint_is_not_sharded(checkpoint: Path, tmp_path: Path, c
 
 
 def test_the_message_has_the_reason_of_vllm(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
-    assert main(["weights", "shard", str(checkpoint), "--tp", "3", "--out", str(tmp_path / "out")]) == 2
-    assert "heads (8) must be divisible by tensor parallel size (3)" in capsys.readouterr().err
-    assert main(["weights", "shard", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    assert "config.json" in capsys.readouterr().err
+    for command in ("plan", "shard"):
+        out = [] if command == "plan" else ["--out", str(tmp_path / "out")]
+        assert main(["weights", command, str(checkpoint), "--tp", "3", *out]) == 2
+        assert "heads (8) must be divisible by tensor parallel size (3)" in capsys.readouterr().err
 
 
 def test_another_architecture_is_refused(made: Path) -> None:
@@ -341,3 +341,15 @@ def test_a_kill_at_any_point_is_repaired(
     assert manifest is not None and len(manifest.files) > 2 and step > 21
     assert not list(out.glob(".*"))
     load(out, 1, 0)
+
+
+def test_plan_of_each_rank(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["weights", "plan", str(checkpoint), "--tp", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in found] == [0, 1]
+    for rank in found:
+        assert rank["landed_bytes"] < rank["read_bytes"] and rank["converted"] == rank["materialized_bytes"] == 0
+    assert main(["weights", "plan", str(checkpoint)]) == 0
+    assert "into parameters" in capsys.readouterr().out
+    assert main(["weights", "plan", str(checkpoint.parent)]) == 2
+    assert "config.json" in capsys.readouterr().err

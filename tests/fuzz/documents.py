@@ -8,8 +8,9 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
+from kvtier.admin.prompts import NoTokenizer, _text
 from kvtier.cli.app import NotDone
-from kvtier.cli.prompts import read_tokens
+from kvtier.cli.prompts import _tokens
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.requests import view_of
 from kvtier.errors import ConfigError
@@ -143,9 +144,16 @@ def model_config(data: bytes, folder: Path) -> None:
     read_weights(folder, model)
 
 
-def token_list(data: bytes, folder: Path) -> None:
+def tokenizer_file(data: bytes, folder: Path) -> None:
     try:
-        found = read_tokens(str(_put(folder, "tokens.json", data)))
+        _text(_put(folder, "tokenizer.json", data))
+    except NoTokenizer:
+        return
+
+
+def token_list(data: bytes, _: Path) -> None:
+    try:
+        found = _tokens(data.decode("utf-8", "replace"), "input")
     except NotDone:
         return
     assert all(0 <= token < 1 << 32 for token in found)
@@ -237,6 +245,7 @@ SEEDS = {
     "safetensors_header": _json(TENSORS),
     "safetensors_index": _json({"metadata": {"total_size": 64}, "weight_map": {"model.layers.0.w": "a.safetensors"}}),
     "model_config": _json(MODEL, MOE, LATENT, {"model_type": "llava", "text_config": MODEL}),
+    "tokenizer_file": _json({"version": "1.0", "model": {}}),
     "token_list": [b"[1, 2, 3]", b"1 2 3"],
     "worker_report": [
         WorkerReport(

@@ -90,6 +90,7 @@ def main() -> None:
         "usage_after": calls.usage(),
         "look_up_after": [calls.look_up(plain), calls.look_up(salted)],
         "load_after": calls.load(plain),
+        "tier_usage": calls.adapter._client.usage_bytes(),
         "status": calls.adapter.report_status(),
     }
     calls.adapter.close()

@@ -19,7 +19,7 @@ from kvtier.connectors.lmcache import Completion, LMCacheConnector
 from kvtier.errors import ConfigError
 from kvtier.runtime import metrics
 from tests.lmcache.host import REQUIRED, Host, connector_at, key
-from tests.objects.rig import SMALL, content, expected, flip_byte_of, used_by_tenant
+from tests.objects.rig import SMALL, content, expected, flip_byte_of
 from tests.waiting import threads_named, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -134,7 +134,7 @@ def test_salts_are_accounted_by_the_tenants_of_the_settings(connect: Connect) ->
     tenants = [{"name": "search", "cache_salts": ["search-*"], "quota_bytes": "4MiB"}]
     connector = connect(capacity={"tenants": tenants})
     assert Host(connector).put([*KEYS, *(key(number, "search-7") for number in range(20))]).ok
-    assert all(used_by_tenant(connector._tier)[tenant] > 0 for tenant in ("", "search"))
+    assert all(connector.usage_bytes()[tenant] > 0 for tenant in ("", "search"))
 
 
 def test_a_fault_fails_its_task_and_no_other(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

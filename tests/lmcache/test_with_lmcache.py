@@ -150,3 +150,4 @@ def test_lmcaches_own_adapter_deletes_and_accounts_by_salt(called: dict[str, Any
     assert called["usage_after"] == [sum(left.values()), left]
     assert called["look_up_after"] == [[False] * 2 + [True] * (N_KEYS - 2), [False] + [True] * (N_KEYS - 1)]
     assert called["load_after"] == [None, None, *(12 + n for n in range(N_KEYS - 2))]
+    assert called["tier_usage"].keys() == {"", "mine"}, "the tier accounts by the tenants of its settings"

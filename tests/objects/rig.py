@@ -56,14 +56,6 @@ def expected(keys: Sequence[bytes], size: int = 5000) -> list[bytes]:
     return [content(key, size) for key in keys]
 
 
-def used_by_tenant(tier: ObjectTier) -> dict[str, int]:
-    """Return the bytes of all sets of the root."""
-    used: dict[str, int] = {}
-    for info in tier._index.sets():
-        used[info.tenant] = used.get(info.tenant, 0) + info.n_bytes
-    return used
-
-
 def drained(tier: ObjectTier, timeout_s: float) -> bool:
     """Wait for the saves of all size classes."""
     return all(each._transfer.drain(timeout_s) for each in tier._size_classes.values())

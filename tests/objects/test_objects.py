@@ -22,19 +22,7 @@ from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
 from kvtier.runtime import metrics
 from kvtier.runtime.exit_status import OK
 from kvtier.storage.root import find_root
-from tests.objects.rig import (
-    content,
-    drained,
-    expected,
-    flip_byte_of,
-    get,
-    names,
-    put,
-    put_for_ever,
-    segments,
-    tier_at,
-    used_by_tenant,
-)
+from tests.objects.rig import content, drained, expected, flip_byte_of, get, names, put, put_for_ever, segments, tier_at
 from tests.redis_server import Server, has_redis
 from tests.support.rig import Engine
 from tests.waiting import wait_until
@@ -180,7 +168,7 @@ def test_the_oldest_go_when_the_capacity_is_used(tmp_path: Path) -> None:
         found = get(tier, names(300), 60_000)
         here = [number for number, got in enumerate(found) if got is not None]
         assert here and len(here) < 300 and all(found[number] == content(names(300)[number], 60_000) for number in here)
-        assert sum(used_by_tenant(tier).values()) <= 8 << 20
+        assert sum(tier.usage_bytes().values()) <= 8 << 20
 
 
 def test_tenants_have_quotas_and_are_accounted(tmp_path: Path) -> None:
@@ -189,7 +177,7 @@ def test_tenants_have_quotas_and_are_accounted(tmp_path: Path) -> None:
         assert put(tier, names(5, "common")) == [True] * 5
         for first in range(0, 200, 20):
             put(tier, names(200, "mine")[first : first + 20], 60_000, salt="search-1")
-        used = used_by_tenant(tier)
+        used = tier.usage_bytes()
         assert used.keys() == {"", "search"} and 0 < used["search"] <= 4 << 20
         assert get(tier, names(5, "common")) == expected(names(5, "common")), "the tenant's own were evicted"
 
@@ -215,6 +203,8 @@ def test_an_engine_on_the_root_is_none_of_its_business(tmp_path: Path) -> None:
         with tier_at(tmp_path) as tier:
             assert tier.exists(engine.keys(tokens)) == [False] * 3
             assert put(tier, engine.keys(tokens)) == [True] * 3
+            everybody = sum(info.n_bytes for info in tier._index.sets())
+            assert 0 < tier.usage_bytes()[""] < everybody, "the engine's sets are not counted"
         assert engine.load(tokens, range(100, 112))[0] == 3
     finally:
         engine.close()

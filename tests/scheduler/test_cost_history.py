@@ -24,7 +24,7 @@ from tests.support.rig import geometry, namespace, settings, shares
 from tests.waiting import wait_until
 
 SPACE = bytes(range(16))
-GPU = About(2, "vllm", "0.25.1", "model", "NVIDIA H200")
+GPU = About(2, "vllm", "0.25.1", "model", "", "NVIDIA H200")
 SEEN = Costs(65e-6, LoadCost(0.004, 2.5e-6))
 SECONDS = st.floats(1e-9, 1e6)
 

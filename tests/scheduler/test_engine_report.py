@@ -104,7 +104,7 @@ def test_top_prefixes_are_the_most_loaded_ones() -> None:
 
 def test_a_report_has_a_bound() -> None:
     long = "x" * 100_000
-    made = Reporter(long, About(1, long, long, long), Metrics(), lambda: 0.0)
+    made = Reporter(long, About(1, long, long, long, long), Metrics(), lambda: 0.0)
     for number in range(500):
         made.saw_hit(number.to_bytes(16, "big"), 1)
     made.add(RankFigures(dict.fromkeys(names.NAMES, 1e300)))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tests.server.serving import JOB, PROMPT, Serving
+from tests.server.serving import JOB, OWNER, PROMPT, Serving
 
 
 class Call(NamedTuple):
@@ -45,6 +45,10 @@ def _made_quota(kind: str, name: Callable[[Serving], str]) -> Callable[[Serving]
     return make
 
 
+def _made_job(served: Serving) -> tuple[str, Any]:
+    return f"/api/v1/verify/{served.call('POST', '/api/v1/verify').json()['id']}", None
+
+
 CALLS = (
     plain("/healthz")._replace(is_open=True),
     plain("/readyz")._replace(is_open=True),
@@ -53,7 +57,10 @@ CALLS = (
     plain("/api/v1/openapi.json")._replace(is_open=True),
     plain("/metrics"),
     plain("/api/v1/overview"),
+    plain("/api/v1/stats"),
     plain("/api/v1/history"),
+    plain("/api/v1/workers"),
+    Call("GET", "/api/v1/workers/{owner}", 200, False, lambda served: (f"/api/v1/workers/{OWNER}", None)),
     Call("POST", "/api/v1/lookup", 200, False, lambda served: ("/api/v1/lookup", {"tokens": PROMPT})),
     plain("/api/v1/segments"),
     Call("GET", "/api/v1/segments/{set_id}", 200, False, lambda s: (f"/api/v1/segments/{s.set_id()}", None)),
@@ -85,13 +92,20 @@ CALLS = (
     ),
     Call("POST", "/api/v1/evict", 200, True, lambda served: ("/api/v1/evict", {"n_bytes": 1})),
     Call("POST", "/api/v1/clear", 200, True, lambda served: ("/api/v1/clear", {})),
+    plain("/api/v1/verify"),
+    Call("POST", "/api/v1/verify", 202, True, lambda served: ("/api/v1/verify", None)),
+    Call("GET", "/api/v1/verify/{job_id}", 200, False, _made_job),
+    Call("POST", "/api/v1/verify/{job_id}/cancel", 200, True, lambda served: (f"{_made_job(served)[0]}/cancel", None)),
 )
 
 NOWHERE = (
+    ("GET", "/api/v1/workers/nobody"),
     ("GET", "/api/v1/segments/" + "f" * 16),
     ("DELETE", f"/api/v1/pins/{JOB}"),
     ("DELETE", "/api/v1/quotas/tenants/nobody"),
     ("DELETE", f"/api/v1/quotas/namespaces/{JOB}"),
+    ("GET", f"/api/v1/verify/{JOB}"),
+    ("POST", f"/api/v1/verify/{JOB}/cancel"),
     ("GET", "/api/v2/stats"),
     ("GET", "/x"),
     ("GET", "/" + "a" * 10_000),  # the answer repeats no more of it than names it

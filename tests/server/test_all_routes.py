@@ -138,8 +138,8 @@ def test_a_dead_index_is_a_problem_and_its_return_is_seen(served: Serving, subte
                 served.index.is_down = False
             if call.path == "/metrics":
                 assert answer.status_code == 200 and "kvtier_index_up 0.0" in answer.text
-            elif call.path == "/api/v1/history":
-                assert answer.status_code == call.status  # this asks no index
+            elif call.path.startswith(("/api/v1/verify", "/api/v1/history")):
+                assert answer.status_code == call.status  # these ask no index
             else:
                 assert "does not answer" in assert_problem(answer, 503)["detail"]
                 assert int(answer.headers["retry-after"]) > 0
@@ -188,6 +188,7 @@ def test_an_unknown_name_is_answered_with_those_there_are(served: Serving, subte
         ("pins", "PinRequest"),
         ("quotas/tenants/acme", "Quota"),
         ("lookup", "TokensToLookUp"),
+        ("lookup", "TextToLookUp"),
     ):
         with subtests.test(call=call, name=name):
             (*_, body) = schemas[name]["examples"]
@@ -210,6 +211,17 @@ def test_a_body_that_is_no_object_is_answered_with_the_names(served: Serving) ->
     for body in ([], "all", 7):
         assert names in assert_problem(served.call("POST", "/api/v1/evict", json=body), 422)["detail"]
     assert "send an object" in assert_problem(served.call("POST", "/api/v1/evict"), 422)["detail"]
+
+
+def test_what_takes_no_values_refuses_them(served: Serving) -> None:
+    """A verify job of one namespace was answered with one of everything."""
+    said = assert_problem(served.call("POST", "/api/v1/verify", json={"namespace": "0" * 32}), 422)
+    assert said["detail"] == "body: /api/v1/verify takes no values; valid names: none"
+    job = served.call("POST", "/api/v1/verify", json={})
+    assert job.status_code == 202
+    path = f"/api/v1/verify/{job.json()['id']}/cancel"
+    assert "valid names: none" in assert_problem(served.call("POST", path, json={"now": True}), 422)["detail"]
+    assert served.call("POST", path).status_code == 200
 
 
 def test_a_parameter_that_does_nothing_is_refused(served: Serving, subtests: Subtests) -> None:

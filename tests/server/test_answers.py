@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.format.namespace import chunk_keys, join_extras, salt_extra
 from kvtier.index.base import SetInfo
 from kvtier.server import service as service_module
+from tests.damage import flip_slab
 from tests.server.serving import CHUNK_TOKENS, CHUNKS, OWNER, PROMPT, Filled, Serving, more_sets, serving
 from tests.server.test_all_routes import assert_problem
 from tests.waiting import wait_until
@@ -48,6 +50,7 @@ def test_overview(served: Serving) -> None:
     assert seen["read_ceiling_bytes_s"] == 2e9 and seen["latencies"]["lookup"]["count"] == 1
     assert seen["workers"][0]["report"]["owner"] == OWNER
     assert seen["top_prefixes"][0] | {"tokens": 512, "hits": 1, "workers": 1} == seen["top_prefixes"][0]
+    assert {"workers", "top_prefixes"}.isdisjoint(ok(served, "GET", "/api/v1/stats"))
 
 
 def test_many_readers_ask_the_index_no_more_than_one(filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +142,23 @@ def test_lookup_in_a_namespace(served: Serving) -> None:
     assert_problem(served.call("POST", "/api/v1/lookup", json={**asked, "namespace": "0" * 32}), 404)
     assert_problem(served.call("POST", "/api/v1/lookup", json={**asked, "namespace": "../../etc"}), 422)
     assert_problem(served.call("POST", "/api/v1/lookup", json={"tokens": [0] * (TOKENS_MAX + 1)}), 422)
+
+
+def test_lookup_of_a_text(served: Serving, tmp_path: Path) -> None:
+    said = assert_problem(served.call("POST", "/api/v1/lookup", json={"prompt": "hello"}), 409)
+    assert "send token ids" in said["detail"], "no engine named a tokenizer"
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {str(number): number for number in PROMPT} | {"?": 5000}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    ((name, note),) = served.index.notes("worker/", time.time()).items()
+    served.index.put_note(name, json.dumps(json.loads(note) | {"tokenizer": str(tmp_path)}).encode(), None)
+    asked = {"prompt": " ".join(map(str, PROMPT[:130]))}
+    answer = ok(served, "POST", "/api/v1/lookup", json=asked)
+    assert answer["tokens"] == 130 and answer["hits"][0]["hit_tokens"] == 128
+    too_long = {"prompt": "1 " * (TOKENS_MAX + 1)}
+    assert "at most" in assert_problem(served.call("POST", "/api/v1/lookup", json=too_long), 409)["detail"]
 
 
 def test_sets_come_in_pages(served: Serving) -> None:
@@ -328,6 +348,63 @@ def test_a_root_that_cannot_be_opened_is_named(served: Serving, monkeypatch: pyt
     monkeypatch.setattr(served.service, "_opened", None)
     said = assert_problem(served.call("GET", "/api/v1/pins"), 503)
     assert said["detail"] == "kvtier: root = '/mnt/kv': belongs to another deployment"
+
+
+# --- verify ---
+
+
+def verified(served: Serving) -> Any:
+    path = f"/api/v1/verify/{ok(served, 'POST', '/api/v1/verify')['id']}"
+    wait_until(lambda: ok(served, "GET", path)["ended_s"])
+    return ok(served, "GET", path)
+
+
+def test_verify_reads_all(served: Serving) -> None:
+    job = verified(served)
+    assert (job["state"], job["records"], job["n_bad"]) == ("done", CHUNKS, 0)
+    assert job["segments_done"] == job["segments_total"] == 1
+    assert [row["id"] for row in ok(served, "GET", "/api/v1/verify")["jobs"]] == [job["id"]]
+
+
+def test_verify_finds_what_is_bad(served: Serving) -> None:
+    (path,) = served.filled.path.glob("v2/*/*.kvseg")
+    flip_slab(path, 1)
+    job = verified(served)
+    assert job["n_bad"] == 1 and job["bad"][0]["slot"] == 1 and "does not match" in job["bad"][0]["what"]
+
+
+def test_verify_can_be_ended_and_has_a_queue(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtier.admin import verifying
+
+    def slow(root: object, index: object, tell: Any, signer: object) -> Any:
+        while True:
+            tell(1, 1000)
+            time.sleep(0.01)
+
+    monkeypatch.setattr(verifying, "verify", slow)
+    first = f"/api/v1/verify/{ok(served, 'POST', '/api/v1/verify')['id']}"
+    wait_until(lambda: ok(served, "GET", first)["state"] != "waiting")
+    more = [served.call("POST", "/api/v1/verify") for _ in range(verifying.WAITING_MAX + 1)]
+    assert_problem(more[-1], 429)
+    for answer in more[:-1]:
+        assert ok(served, "POST", f"/api/v1/verify/{answer.json()['id']}/cancel")["state"] == "cancelled"
+    ok(served, "POST", f"{first}/cancel")
+    wait_until(lambda: ok(served, "GET", first)["ended_s"])
+    job = ok(served, "GET", first)
+    assert job["state"] == "cancelled" and job["segments_done"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_job_that_meets_a_bug_has_failed_and_the_next_one_runs(
+    served: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvtier.admin import verifying
+
+    with monkeypatch.context() as broken:
+        broken.setattr(verifying, "verify", lambda *_: 1 / 0)
+        job = verified(served)
+    assert job["state"] == "failed" and "a bug" in job["fault"]
+    assert verified(served)["state"] == "done"
 
 
 # --- Prometheus ---

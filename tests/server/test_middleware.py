@@ -33,12 +33,12 @@ HOSTS_HERE = ("localhost", "localhost:8474", "127.0.0.1:8474", "[::1]:8474", "LO
 def test_without_tokens_only_loopback_names_are_answered(served_here: Serving, subtests: Subtests) -> None:
     for host in HOSTS_OF_OTHERS:
         with subtests.test(host=host):
-            for path in ("/api/v1/overview", "/healthz", "/ui/", "/nothing"):
+            for path in ("/api/v1/stats", "/healthz", "/ui/", "/nothing"):
                 assert_problem(served_here.call("GET", path, None, headers={"Host": host}), 421)
     for host in HOSTS_HERE:
         with subtests.test(host=host):
             headers = {"Host": host}
-            assert served_here.call("GET", "/api/v1/overview", None, headers=headers).status_code == 200
+            assert served_here.call("GET", "/api/v1/stats", None, headers=headers).status_code == 200
             assert served_here.call("POST", "/api/v1/clear", None, json={}, headers=headers).status_code == 200
 
 
@@ -58,7 +58,7 @@ def test_without_tokens_other_sites_pages_are_refused(served_here: Serving) -> N
 
 
 def test_with_tokens_the_name_does_not_matter(served: Serving) -> None:
-    assert served.call("GET", "/api/v1/overview", READER, headers={"Host": "kv.example"}).status_code == 200
+    assert served.call("GET", "/api/v1/stats", READER, headers={"Host": "kv.example"}).status_code == 200
 
 
 def test_roles_are_told(served: Serving) -> None:
@@ -75,7 +75,7 @@ def test_tokens() -> None:
 
 
 def test_no_answer_shows_what_was_sent(served: Serving) -> None:
-    answer = served.call("POST", "/api/v1/lookup", json={"tokens": 5, "secret words": "of a patient"})
+    answer = served.call("POST", "/api/v1/lookup", json={"prompt": 5, "secret words": "of a patient"})
     assert "patient" not in answer.text
 
 

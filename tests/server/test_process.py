@@ -82,7 +82,7 @@ def test_tls_and_tokens_from_the_environment_and_from_files_that_change(tmp_path
         assert served.address.startswith("https://0.0.0.0:")
         assert served.get("/healthz", tls=first) == (200, b'{"status":"ok"}')
         for given, status in ((None, 401), ("wrong" * 5, 401), (READER, 200), (ADMIN, 200)):
-            assert served.get("/api/v1/overview", given, first)[0] == status
+            assert served.get("/api/v1/stats", given, first)[0] == status
         connection = served.connect(first)
         connection.request("GET", "/healthz")
         assert connection.getresponse().getheader("strict-transport-security")
@@ -91,14 +91,14 @@ def test_tls_and_tokens_from_the_environment_and_from_files_that_change(tmp_path
         with pytest.raises(OSError):
             served.get("/healthz")  # plain http
         put(token, NEW)
-        wait_until(lambda: served.get("/api/v1/overview", NEW, first)[0] == 200)
-        assert served.get("/api/v1/overview", ADMIN, first)[0] == 401
+        wait_until(lambda: served.get("/api/v1/stats", NEW, first)[0] == 200)
+        assert served.get("/api/v1/stats", ADMIN, first)[0] == 401
         own_certificate(tmp_path)
         second = ssl.create_default_context(cafile=paths["tls_cert"])
 
         def is_served() -> bool:
             try:
-                return served.get("/api/v1/overview", NEW, second)[0] == 200
+                return served.get("/api/v1/stats", NEW, second)[0] == 200
             except ssl.SSLCertVerificationError:
                 return False
 

@@ -58,14 +58,14 @@ def test_what_needs_no_root_does_not_wait_for_one(mount: Mount, monkeypatch: pyt
         assert mount.is_asked.wait(TIMEOUT_S)
         assert beside(service.history) == []
         beside(service.changed)
-        for needs_it in (lambda: service.opened, service.snapshot):
+        for needs_it in (lambda: service.opened, service.snapshot, lambda: service.verifying):
             with pytest.raises(IndexUnavailable, match="being opened"):
                 beside(needs_it)
         beside(service.add_point)  # a gap in the history
         assert not first.done() and service.history() == []
         mount.may_answer.set()
         assert first.result(TIMEOUT_S).index is mount.index
-    assert service.opened is first.result() and mount.times == 1
+    assert service.opened is first.result() and service.verifying is not None and mount.times == 1
     service.add_point()
     assert len(service.history()) == 1
     service.close()

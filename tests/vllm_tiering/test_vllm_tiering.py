@@ -30,7 +30,7 @@ from kvtier.connectors.vllm_tiering import tier as tier_module
 from kvtier.connectors.vllm_tiering.tier import PREFIX, KVTierSecondaryTier
 from kvtier.errors import ConfigError
 from tests.damage import flip
-from tests.objects.rig import content, flip_byte_of, segments, used_by_tenant
+from tests.objects.rig import content, flip_byte_of, segments
 from tests.vllm_tiering.rig import ROW_BYTES, Offloader, expected, key, keys, offloader, offloader_at, tier_config
 from tests.waiting import threads_named, wait_until
 
@@ -110,7 +110,7 @@ def test_tenants_by_what_a_request_says(tmp_path: Path) -> None:
     with offloader_at(tmp_path, capacity={"tenants": tenants}) as engine:
         engine.store(KEYS)
         engine.store(keys(range(20), "of search"), salt="search-7")
-        assert all(used_by_tenant(engine.tier._tier)[tenant] > 0 for tenant in ("", "search"))
+        assert all(engine.tier._tier.usage_bytes()[tenant] > 0 for tenant in ("", "search"))
 
 
 def test_engines_that_hash_otherwise_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
