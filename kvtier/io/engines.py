@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Literal, NamedTuple
 
 from kvtier.errors import TierUnavailable
@@ -10,8 +9,9 @@ from kvtier.format.signing import Signer
 from kvtier.io.base import Reader
 from kvtier.io.kvikio import KvikioReader
 from kvtier.io.ring import DeviceRing, Ring, sizes_for
+from kvtier.runtime.repeated_log import RepeatedLog
 
-log = logging.getLogger("kvtier")
+_failures = RepeatedLog()
 
 EngineName = Literal["ring", "kvikio"]
 
@@ -42,7 +42,7 @@ class Engines(NamedTuple):
             try:
                 ring.widen(hung_after_s)
             except TierUnavailable as fault:
-                log.warning("%s", fault)
+                _failures.warning("widen", "%s", fault)
 
     def close(self) -> bool:
         """Close both. Return False if an operation hangs in the kernel: its threads are left running."""

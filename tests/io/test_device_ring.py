@@ -331,3 +331,26 @@ def test_device_reads_that_make_no_sense_are_refused(cuda: CudaDouble, ring: Rin
         ring.submit([op])
     with Ring(1, PIECE_BYTES, device=DEVICE) as with_device, pytest.raises(ValueError, match="checksums"):
         with_device.submit([op._replace(checksums=(1, 2))])
+
+
+def test_threads_that_stand_in_for_those_that_hang_read_for_the_device(
+    cuda: CudaDouble, fd: int, hung: HungRead
+) -> None:
+    (record,) = stored(fd, 1)
+    target = AlignedBuffer(record.n_bytes)
+    with Ring(2, PIECE_BYTES, device=DEVICE) as ring:
+        blocker = ring.submit([hung.op] * 4)
+        hung.wait_until_hanging(TIMEOUT_S)
+        time.sleep(0.2)  # until both threads hang
+        waiting = ring.submit([device_op(record, fd, target)])
+        cuda.fail("cuMemHostRegister")
+        with pytest.raises(
+            TierUnavailable, match="beside those that hang: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
+        ):
+            ring.widen(0.1)
+        assert not waiting.wait(0.1)
+        ring.widen(0.1)
+        assert finished(waiting)[0].ok and holds(target, record)
+        hung.release()
+        assert [result.error for result in finished(blocker)] == [0] * 4
+        ring.widen(60.0)

@@ -63,7 +63,7 @@ void Engine::widen(std::chrono::nanoseconds hung_after) {
   if (stand_ins_ > stand_ins_wanted_) work_or_stop_.notify_all();
   const uint32_t missing = stand_ins_wanted_ - std::min(stand_ins_wanted_, stand_ins_);
   lock.unlock();
-  add_threads(missing, true);
+  if (missing > 0) add_threads(missing, true);
 }
 
 int Engine::submit(const std::shared_ptr<Batch>& batch) {
