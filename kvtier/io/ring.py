@@ -159,7 +159,7 @@ class DeviceRing(NamedTuple):
 
 
 class Ring:
-    """Fixed number of native I/O threads over one bounded queue (I4). Thread-safe.
+    """Fixed number of native I/O threads over one bounded queue (I4), and others while some hang. Thread-safe.
 
     Reads have priority; while reads wait, one piece in eight is a write, on at most half the threads. Batches take
     turns, an operation each.
