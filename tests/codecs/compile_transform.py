@@ -1,41 +1,27 @@
 """Compiles the transform codec's kernels for an H200, on any machine, and prints the instructions of each."""
 
-from __future__ import annotations
-
-import json
-from collections import Counter
-
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from kvtier.codecs.transform.chunks import TransformPlane, TransformShape, decode_chunks, encode_chunks
 from kvtier.codecs.transform.device import PLACES_MAX, TILINGS
-from tests.codecs.compile_turboquant import INSTRUCTION
+from tests.kernels.compile_for_hopper import compiled
 
 TABLES = ("*i32", "*i32", "*fp32", "*fp32", "*fp16", "*i32")
 TYPES = {"planes": "*i64", "table": "*i64", "answers": "*i64", "tables": TABLES}
 
 
-def compiled(kernel: triton.JITFunction, size: int, is_bf16: bool) -> None:
+def compile_transform(kernel: triton.JITFunction, size: int, is_bf16: bool) -> None:
     padded = 1 << (size - 1).bit_length()
     planes = [TransformPlane(size, max(32, padded // 2), padded, is_k) for is_k in (True, False)]
     tiling = TILINGS[kernel is decode_chunks]
     shape = TransformShape(256, 16, is_bf16, tiling.rows_of(padded), PLACES_MAX, True)
-    constants = {"K": planes[0], "V": planes[1], "C": shape, "PAIRS": 512}
     matrix = "*i8" if kernel is encode_chunks else "*fp16"
     types = TYPES | dict.fromkeys(("of_k", "of_v"), (matrix, "*fp32", "*i32"))
-    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
-    places = {(n,): constants[name] for n, name in enumerate(kernel.arg_names) if name in constants}
-    found = triton.compile(
-        ASTSource(kernel, signature, places),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": tiling.warps, "num_stages": 1, "enable_fp_fusion": False},
-    )
-    print(json.dumps(Counter(INSTRUCTION.findall(found.asm["ptx"]))))
+    options = {"num_warps": tiling.warps, "num_stages": 1, "enable_fp_fusion": False}
+    compiled(kernel, types, {"K": planes[0], "V": planes[1], "C": shape, "PAIRS": 512}, options)
 
 
 if __name__ == "__main__":
     for size, is_bf16 in ((128, True), (80, False), (256, True), (64, True)):
-        compiled(encode_chunks, size, is_bf16)
-        compiled(decode_chunks, size, is_bf16)
+        compile_transform(encode_chunks, size, is_bf16)
+        compile_transform(decode_chunks, size, is_bf16)

@@ -1,9 +1,5 @@
 """On a GPU only: codecs' launches wait for no stream, come after what their stream did before, and so do verdicts."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -16,6 +12,7 @@ from tests.codecs import int8_rig, turboquant_rig
 from tests.kernels.device_pages import Cache, noise
 from tests.kernels.device_rig import INTERPRETED
 from tests.kernels.test_device_streams import busy_stream
+from tests.kernels.test_device_streams import own_stream as own_stream  # a fixture
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 
@@ -25,13 +22,6 @@ HELD = Extent(0, CACHE.layers, 0, CACHE.heads)
 SIZES = (CACHE.k_size, CACHE.v_size)
 SLAB_BYTES = padded(Int8Coder(32, *SIZES).n_bytes(range(CACHE.layers)))
 """The slab of two blocks in int8; one of turboquant fits as well."""
-
-
-@pytest.fixture(autouse=True)
-def own_stream() -> Iterator[None]:
-    with torch.cuda.stream(torch.cuda.Stream()):
-        yield
-    torch.cuda.synchronize()
 
 
 @pytest.fixture(params=["int8", "k4v4"])
