@@ -1,7 +1,5 @@
 """Bounds and deadlines: full queues skip, hung storage becomes a miss in time, a chunk is not read twice."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence
@@ -65,6 +63,15 @@ def with_hung_ring(engine: Engine) -> HungRing:
     return ring
 
 
+def begin_loads(reader: Engine, n: int) -> None:
+    """Begin loads of TOKENS into 20 blocks each."""
+    keys = reader.keys(TOKENS)
+    entries = reader.store.lookup(keys)
+    for number in range(n):
+        blocks = list(range(20 * number, 20 * number + 20))
+        reader.transfers[0].load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
+
+
 def test_a_hung_read_is_a_miss_in_time_and_its_slot_comes_back(tmp_path: Path) -> None:
     saved_by_another(tmp_path, TOKENS, BLOCKS)
     reader = Engine(tmp_path, changes={"io": {"threads": 2, "timeout_s": 0.5}})
@@ -121,13 +128,9 @@ def test_loads_beyond_the_bound_wait(tmp_path: Path) -> None:
     saved_by_another(tmp_path, TOKENS, BLOCKS)
     reader = Engine(tmp_path, changes={"queues": {"load_requests_max": 1, "load_threads": 1}})
     ring = with_hung_ring(reader)
-    keys = reader.keys(TOKENS)
-    entries = reader.store.lookup(keys)
     n_loads = 5  # at work, queued, and three beyond
-    for number in range(n_loads):
-        blocks = list(range(20 * number, 20 * number + 20))
-        reader.transfers[0].load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
-        wait_until(lambda: ring.submitted, "the first load at work")
+    begin_loads(reader, n_loads)
+    wait_until(lambda: ring.submitted, "the first load at work")
     assert not reader.transfers[0].poll().loads
     ring.returned.set()
     done: list[LoadDone] = []
@@ -143,11 +146,7 @@ def test_loads_beyond_the_bound_are_answered_by_their_deadline(tmp_path: Path) -
     changes = {"queues": {"load_requests_max": 1, "load_threads": 1}, "io": {"threads": 2, "timeout_s": 0.5}}
     reader = Engine(tmp_path, changes=changes)
     ring = with_hung_ring(reader)
-    keys = reader.keys(TOKENS)
-    entries = reader.store.lookup(keys)
-    for number in range(8):
-        blocks = list(range(20 * number, 20 * number + 20))
-        reader.transfers[0].load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
+    begin_loads(reader, 8)
     done: list[LoadDone] = []
     wait_until(lambda: done.extend(reader.transfers[0].poll().loads) or len(done) == 8, "all answers")
     assert all(len(load.failed_blocks) == 20 for load in done)
@@ -158,11 +157,7 @@ def test_a_chunk_on_its_way_is_not_read_twice(tmp_path: Path) -> None:
     saved_by_another(tmp_path, TOKENS, BLOCKS)
     reader = Engine(tmp_path, changes={"host": {"arena_bytes": 8 << 20, "admit": "never"}})
     ring = with_hung_ring(reader)
-    keys = reader.keys(TOKENS)
-    entries = reader.store.lookup(keys)
-    for number in range(2):
-        blocks = list(range(20 * number, 20 * number + 20))
-        reader.transfers[0].load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
+    begin_loads(reader, 2)
     wait_until(lambda: len(ring.submitted) >= 5, "reads")
     time.sleep(0.3)
     assert len(ring.submitted) == 5
@@ -208,8 +203,6 @@ def test_a_hanging_open_is_a_miss_in_time_and_never_stops_the_engine(
     """A mount that hangs in open(): reads have deadlines of their own, system calls have not."""
     saved_by_another(tmp_path, TOKENS, BLOCKS)
     reader = Engine(tmp_path, changes={"io": {"threads": 2, "timeout_s": 1.0}})
-    keys = reader.keys(TOKENS)
-    entries = reader.store.lookup(keys)
     transfer, free = reader.transfers[0], threading.Event()
     opened = SegmentFiles._open_file
 
@@ -219,9 +212,7 @@ def test_a_hanging_open_is_a_miss_in_time_and_never_stops_the_engine(
 
     monkeypatch.setattr(SegmentFiles, "_open_file", hang)
     answers: list[str] = []
-    for number in range(5):
-        blocks = list(range(20 * number, 20 * number + 20))
-        transfer.load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
+    begin_loads(reader, 5)
     deadline = time.monotonic() + 15
     while len(answers) < 5 and time.monotonic() < deadline:
         started = time.monotonic()
@@ -283,11 +274,7 @@ def test_a_long_queue_is_not_taken_for_dead_storage(tmp_path: Path) -> None:
         decode(pages, moves)
 
     worker.codec.decode = slow  # type: ignore[method-assign]
-    keys = reader.keys(TOKENS)
-    entries = reader.store.lookup(keys)
-    for number in range(10):
-        blocks = list(range(20 * number, 20 * number + 20))
-        reader.transfers[0].load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
+    begin_loads(reader, 10)
     assert reader.transfers[0].drain(10)
     answers = reader.transfers[0].poll().loads
     assert len(answers) == 10 and 0 < sum(bool(answer.failed_blocks) for answer in answers) < 10
