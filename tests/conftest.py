@@ -1,8 +1,6 @@
 """For all tests: no deadlines of hypothesis and one thread of torch, because they share their processors. And none
 leaves a store at work, which would go on in the next tests of its process."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Damage to files: of tests that choose where, and at random."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

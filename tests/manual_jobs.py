@@ -1,7 +1,5 @@
 """Jobs that a test runs when it wants to."""
 
-from __future__ import annotations
-
 from kvtier.runtime.threads import Job
 
 

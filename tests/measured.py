@@ -1,7 +1,5 @@
 """What stands in a result that tests write: when, where and of which commit it was measured, and how."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

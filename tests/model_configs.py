@@ -1,7 +1,5 @@
 """What config.json says, of two models and of small ones that are like some others."""
 
-from __future__ import annotations
-
 LLAMA_8B = {
     "model_type": "llama",
     "hidden_size": 4096,

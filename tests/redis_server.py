@@ -1,7 +1,5 @@
 """Redis servers for tests: real ones, each on a free port, in a folder of its own, ended with the test."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

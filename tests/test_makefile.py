@@ -1,7 +1,5 @@
 """Which engine `make` sets up: the CUDA build where the driver answers for a GPU, and what was asked for elsewhere."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """README pages: tables equal benchmarks/results, links resolve, the map names every module."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

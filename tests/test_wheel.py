@@ -1,7 +1,5 @@
 """The wheel: built from a commit, installed into an empty environment, used without a compiler."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Waiting for what comes soon: never longer than it takes, and never for ever."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 """The hbm arena: what stays in the slots that gather and scatter work on, and that nothing waits for it. Launches run
 as late as they may (tests.support.lazy)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 

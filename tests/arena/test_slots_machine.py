@@ -1,7 +1,5 @@
 """SlotTable against a model: any order of reserving, committing, leasing, releasing, dropping and evicting."""
 
-from __future__ import annotations
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule

@@ -3,8 +3,6 @@
 Its engine is forked too, where vLLM would start one that imports everything once more on a CPU.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import runpy
 

@@ -1,7 +1,5 @@
 """Benchmarks start event loops of their own in this process."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 

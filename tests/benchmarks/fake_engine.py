@@ -5,8 +5,6 @@ in the file that FAKE_ENGINE_LOG names. Prompts that it has seen are hits: of it
 it has one. FAKE_ENGINE is how it behaves: it "fails" to start, is "slow" to answer, or "deaf" to being asked to stop.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

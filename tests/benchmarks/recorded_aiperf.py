@@ -4,8 +4,6 @@ Takes aiperf's arguments. Both files were written by it against vLLM 0.32.0 on a
 eight layers, a prefix of 1,024 tokens, one request at a time): `cache.json` with kvtier, `nocache.json` without.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

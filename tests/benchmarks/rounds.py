@@ -1,7 +1,5 @@
 """What tests of benchmarks that ask a server have in common: a stand-in for vLLM, and the wrapper around it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

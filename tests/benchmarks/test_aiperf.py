@@ -1,7 +1,5 @@
 """benchmarks/aiperf_ttft.py: what it makes of files that aiperf wrote, and (with `make soak`) aiperf itself."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """benchmarks.answers: answers are compared token by token, and a prompt without a hit is an error."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """benchmarks/long_doc_qa.py: its rounds, what it writes, and that it fails when requests do."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

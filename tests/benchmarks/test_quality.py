@@ -1,7 +1,5 @@
 """benchmarks.quality on a model with random weights: presets lose in the order of their bits, and rows are distinct."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Loss of int8 and tc4 on a trained model, with short rows: KVTIER_QUALITY_MODEL is the folder of SmolLM2-135M."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """benchmarks/serving: which servers are started, and that none is left, however the benchmark ends."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

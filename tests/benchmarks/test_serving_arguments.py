@@ -1,7 +1,5 @@
 """Command lines of the benchmarks that ask a server: what cannot be measured is refused before anything is asked."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from pathlib import Path

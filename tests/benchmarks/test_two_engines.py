@@ -1,7 +1,5 @@
 """The benchmark of two engines: its list of prompts, and what it makes of the engines' records."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """benchmarks/versus over made-up entries: who is ahead, what is gone on with, and that engines have their turns."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

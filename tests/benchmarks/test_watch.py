@@ -1,7 +1,5 @@
 """Digests of blocks, by which benchmarks/gpu/equality.py says that loaded KV is what was saved."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The benchmark of loading weights: the checkpoints it makes, and loaders that are compared by the parameters' sums."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

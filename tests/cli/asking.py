@@ -1,7 +1,5 @@
 """Run commands in this process and read their answers."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

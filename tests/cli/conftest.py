@@ -1,7 +1,5 @@
 """Roots for commands."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line over roots that real engines left: what it prints, and its exit status."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

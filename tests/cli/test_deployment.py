@@ -1,7 +1,5 @@
 """The commands that work on a deployment: what they print and change, and their exit status."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

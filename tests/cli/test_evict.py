@@ -1,7 +1,5 @@
 """`kvtier evict` beside a running engine: what it says, and its exit status."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`kvtier index rebuild` and `index check`, for an embedded index and for one in Redis."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

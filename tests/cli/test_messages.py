@@ -1,7 +1,5 @@
 """What the command line says to a new user who slips."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

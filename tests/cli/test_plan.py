@@ -1,7 +1,5 @@
 """`kvtier plan`: what it prints, and what it refuses in one line."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Surroundings of the command: output that cannot take a letter, a root whose name is not UTF-8, a closed output."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`kvtier weights verify` and `bench`."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

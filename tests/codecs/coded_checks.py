@@ -4,8 +4,6 @@ sums, and that nothing moves when a move is out of range.
 `ours` and `reference` make movers (kvtier.codecs.base) over pages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

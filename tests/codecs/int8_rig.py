@@ -3,8 +3,6 @@
 As in tests.codecs.turboquant_rig: the interpreter takes the plain path, and with `ptx_interpreted` that of a GPU.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from kvtier.codecs.int8.codec import Int8Coder

@@ -1,7 +1,5 @@
 """Pages of layers that are not alike (BandedPages), with either copier, against slabs that are put together by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

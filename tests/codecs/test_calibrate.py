@@ -1,7 +1,5 @@
 """Calibration of the transform codec on models with random weights, and the text it takes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

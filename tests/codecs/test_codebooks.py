@@ -1,7 +1,5 @@
 """The constants of the codec, worked out again."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The check of the first chunks: a head whose error is large beside its signal is counted, and named once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """int8's reference: what its errors are, and which channels share their bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """Instructions of int8's kernels as compiled for an H200. It needs no GPU, and sees what no result shows: data that
 moves between threads, or an access that is not believed to be aligned, costs much time and not one wrong byte."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.codecs.int8_rig import int8_device

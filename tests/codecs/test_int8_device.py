@@ -1,7 +1,5 @@
 """int8's kernels against the torch reference: every byte of slabs and pages, verdicts and sums."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Figures of what the codecs lose, as `kvtier plan` and an engine's log give them: those of benchmarks/results."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import get_args

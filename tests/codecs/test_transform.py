@@ -1,7 +1,5 @@
 """The transform codec's table, bytes and error, on plain tensors."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

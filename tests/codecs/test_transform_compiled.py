@@ -1,7 +1,5 @@
 """Instructions of the transform codec's kernels as compiled for an H200, which needs no GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The transform codec's kernels against the torch reference, interpreted: bytes of slabs, verdicts, sums and values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The turboquant codec's bytes and its error, on plain tensors."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from functools import cache

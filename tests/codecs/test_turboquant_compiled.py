@@ -1,8 +1,6 @@
 """What the compiler makes of turboquant's kernels for an H200. It needs no GPU, and sees what no result shows: a tile
 that changes its layout, or an access that is not believed to be aligned, costs much time and not one wrong byte."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.kernels.fresh_process import lines_of

@@ -1,7 +1,5 @@
 """Turboquant's kernels against the torch reference: every byte of slabs and pages, verdicts and sums."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Encoded KV through both walks: saved by ranks of one cut, loaded by those of another, refused where it must be."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path

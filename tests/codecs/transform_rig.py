@@ -1,7 +1,5 @@
 """Tables of the transform codec for tests, and KV that is as they were made for."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

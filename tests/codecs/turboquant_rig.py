@@ -4,8 +4,6 @@ The interpreter knows no PTX: there the kernels take their plain path, and with 
 PTX run by tests.kernels.ptx.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

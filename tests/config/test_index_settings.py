@@ -1,7 +1,5 @@
 """Settings of an index in Redis: its URL, what goes together, and that no secret is ever printed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

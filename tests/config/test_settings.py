@@ -1,7 +1,5 @@
 """Settings: what wins, what is refused, and that a refusal names key, value, source and fix."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from pathlib import Path

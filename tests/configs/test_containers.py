@@ -1,7 +1,5 @@
 """The images and the Compose file, as far as they can be checked without a container engine."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

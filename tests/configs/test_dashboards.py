@@ -1,7 +1,5 @@
 """Every metric that a dashboard or an alert names is exported by somebody; both are well formed."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What every index must do. A subclass gives the fixture `index`: an empty one."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Every index, under the one suite."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The index in Redis under the one suite: one server, one behind TLS and an ACL, and a cluster of three masters."""
 
-from __future__ import annotations
-
 import random
 import uuid
 from collections.abc import Iterator

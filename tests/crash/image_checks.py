@@ -1,8 +1,6 @@
 """What must hold of every image of a root: a new engine opens it, every chunk that it offers is the one that was saved
 or a miss, `verify` names what is bad and nothing else, and no byte stays behind that nobody would ever remove."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Writers and checkers are forked from this process, which itself opens nothing, s
 an import of torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -7,8 +7,6 @@ They write for SECONDS, and until SETS were made. INDEX: settings of the index, 
 process before it opens anything.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -6,8 +6,6 @@ Two ranks fill three segment sets with one prompt each; the fourth prompt needs 
 steps a folder `mark-<step>` is made, for the reader of the record.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Crash images: prefixes of what a save and an eviction write, what of them a power loss may leave, and that beside an
 index which was kept elsewhere. `make soak` looks at all of them, many times."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,8 +1,6 @@
 """SIGKILL at 8 random moments of a writer: chunks that are offered afterwards are right, chunks that were reported as
 saved are offered, and `verify` finds nothing bad."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

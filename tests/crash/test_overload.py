@@ -1,8 +1,6 @@
 """Four writers far beyond the capacity, with evictors killed: the budget and the quotas hold at every moment, and in
 the end files and index agree."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

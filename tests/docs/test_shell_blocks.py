@@ -4,8 +4,6 @@ A mark is a comment on the line before the block: `<!-- not run: REASON -->`, or
 those of the blocks with a title. Output that a page shows in a `text` block must be among what the command prints.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

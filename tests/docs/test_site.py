@@ -1,7 +1,5 @@
 """The site of docs/: it builds without a warning, and its tables name what the code has."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

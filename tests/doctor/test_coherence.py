@@ -1,7 +1,5 @@
 """`kvtier doctor --peer`: coherence of two mounts. Both are one folder here; stale reads are made up."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

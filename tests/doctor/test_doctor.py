@@ -1,7 +1,5 @@
 """`kvtier doctor` over machines that are made up: files of the kernel in a folder, commands in PATH."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`kvtier doctor` on Lustre, over recorded answers of lfs and lctl (`recorded/README.md`)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -7,8 +7,6 @@ docs/quickstart/dynamo.md says how such an environment is made. Every line is an
 recorded is in tests/dynamo/recorded.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Dynamo's processes for a test: the scripts of configs/dynamo, a small model, requests, and the router's log."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

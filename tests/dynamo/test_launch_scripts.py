@@ -3,8 +3,6 @@
 Started is a stand-in that writes down what it was called with. With Dynamo itself: `python -m tests.dynamo`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

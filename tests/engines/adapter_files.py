@@ -1,7 +1,5 @@
 """Files of a LoRA adapter, as far as its fingerprint looks at them, and vLLM's request for one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

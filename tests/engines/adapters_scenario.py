@@ -1,7 +1,5 @@
 """Scenarios: LoRA adapters that vLLM is told to load before the first request for them, and ones that change in use."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

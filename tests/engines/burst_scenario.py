@@ -1,7 +1,5 @@
 """Scenario: a burst of prompts in front of workers that take few chunks in each step."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

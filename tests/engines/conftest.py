@@ -1,7 +1,5 @@
 """Models made on the fly, and engines run once a session: their results are shared by all tests and xdist workers."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Damages segments of a root, each way by a function that returns how to mend it: what a disk or a stray write does."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A disk of the tests' own for a root: a small tmpfs, seen through faulty_fs.c. What this machine does not permit is
 left out, and faults that need it are not tried."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

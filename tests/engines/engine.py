@@ -8,8 +8,6 @@ second model runner (second_runner.py).
 Scenarios are the functions of scenarios.py; each gets an Engine and returns what goes into OUT under its name.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """What an engine's event publisher has sent, from its own replay socket: nothing is missed by who asks late."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

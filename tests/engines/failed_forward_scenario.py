@@ -1,7 +1,5 @@
 """A scenario: forwards that raise, in an engine that goes on as vLLM's fault tolerance would let it."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

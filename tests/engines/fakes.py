@@ -1,7 +1,5 @@
 """A small Store and Transfer in memory, with the library's signatures, for tests of the bridge alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields
 

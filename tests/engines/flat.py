@@ -1,7 +1,5 @@
 """Whether processes keep to what they have: memory and descriptors, looked at from outside."""
 
-from __future__ import annotations
-
 import os
 import statistics
 from collections.abc import Sequence

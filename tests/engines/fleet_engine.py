@@ -9,8 +9,6 @@ what was saved and loaded in FOLDER/NAME.blocks (a line each, as engine.Watch ha
 which all processes of a machine share.
 """
 
-from __future__ import annotations
-
 import json
 import queue
 import random

@@ -1,7 +1,5 @@
 """Prompts of the fleet's tests by number, the same in every process."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

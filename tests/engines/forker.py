@@ -11,8 +11,6 @@ Importing takes two thirds of an engine's start. What is forked has one thread a
 as in a process of its own.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The file systems of faulty_fs.c and target_fs.c: built once in a process, mounted by FUSE for a test."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

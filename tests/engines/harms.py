@@ -1,7 +1,5 @@
 """The faults of chaos.py, each by its name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from tests.engines.chaos import ARCHIVE, POOL, Chaos, Harm

@@ -1,7 +1,5 @@
 """What an engine's lookups came to, for the scripts of engines: how long they took, and whether the index answered."""
 
-from __future__ import annotations
-
 import logging
 import time
 from typing import Any

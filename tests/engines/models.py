@@ -4,8 +4,6 @@
 only in every second layer.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

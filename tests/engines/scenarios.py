@@ -1,7 +1,5 @@
 """What the engine tests let real vLLM do. Each scenario gets an Engine and returns facts; the tests judge them."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

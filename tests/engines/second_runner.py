@@ -3,8 +3,6 @@
 There vLLM takes it only if Triton has a backend for CPUs, which the interpreter does not need.
 """
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Makes shards of a model in float32: python shards.py FOLDER RANKS OUT."""
 
-from __future__ import annotations
-
 import sys
 
 from kvtier.cli import main

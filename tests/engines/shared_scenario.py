@@ -1,7 +1,5 @@
 """Scenarios: requests that arrive together and share a stored prefix."""
 
-from __future__ import annotations
-
 import random
 import time
 from typing import Any

@@ -5,8 +5,6 @@ vLLM turns Triton off where there is no GPU; here it is put back before the kern
 """
 
 # ruff: noqa: E402
-from __future__ import annotations
-
 import json
 import os
 import sys

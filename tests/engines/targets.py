@@ -1,7 +1,5 @@
 """A root on a file system with targets of which one can be away: target_fs.c, mounted by FUSE."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LoRA adapters whose files or numbers change under one name: no KV of one may be saved or found as another's."""
 
-from __future__ import annotations
-
 import inspect
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is told of chunks in the tier: once each, in order, taken back when they are gone, within bounds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The bridge without an engine: what it offers, plans, gathers and answers, and what it makes of faults."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 from typing import Any

@@ -4,8 +4,6 @@ wrong token, no failed request, nothing lost that was published and not itself d
 `make soak` goes on for CHAOS_MINUTES (30); with CHAOS_RESULT=FILE the table's figures are written there.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """What the chaos test judges by: damage that is known, and growth."""
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path

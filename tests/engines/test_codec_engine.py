@@ -1,7 +1,5 @@
 """Real vLLM with a codec: what comes back is as far from what was computed as the codec's bits allow."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

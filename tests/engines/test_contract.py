@@ -5,8 +5,6 @@ second model runner of 0.32; the main branch that becomes 0.33) were taken from 
 written down below as calls: (hook, positional arguments, keyword arguments).
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import pickle

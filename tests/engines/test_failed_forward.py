@@ -3,8 +3,6 @@
 Real engines in which one raises are in test_real_engine.py and test_shared_root.py.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

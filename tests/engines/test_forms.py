@@ -4,8 +4,6 @@ No engine runs here: vLLM has turboquant_* on GPUs only. What its kernels write 
 whose layers are not alike in test_real_engine.py.
 """
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How much of a request with a LoRA adapter may be saved: what surely was computed with the weights of its key."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """From vLLM's configuration to the namespace and the ranks' shares."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

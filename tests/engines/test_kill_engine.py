@@ -1,7 +1,5 @@
 """SIGKILL of real vLLM at three moments while it saves: what the next engine is offered is right (I1, I2)."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -1,7 +1,5 @@
 """Every known shape of vLLM's KV tensors: what is put into a token's place is found there through the views."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -4,8 +4,6 @@ The scheduler's half over a real bridge, told what vLLM tells it. The facts of v
 release where it has them.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """vLLM's general plugin: the connector by its name, and engines with KVTIER_ROOT alone (see also test_wheel.py)."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A real engine that pools in one step: a hit would end it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -3,8 +3,6 @@
 Every engine is run once a session and looked at by several tests; see engine.py and scenarios.py.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What start-up refuses: each by name, with the value and the fix."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

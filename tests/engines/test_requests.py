@@ -1,7 +1,5 @@
 """From vLLM's requests to keys and frontiers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

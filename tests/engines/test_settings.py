@@ -1,7 +1,5 @@
 """Settings of vLLM that change KV and not the weights: each keeps its KV apart, and those that are plain are silent."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass

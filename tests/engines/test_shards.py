@@ -1,7 +1,5 @@
 """Shards of all ranks, made in one process: read by kvtier's loader and by vLLM's, refused where they do not fit."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,8 +1,6 @@
 """Real vLLM and many requests at once: a burst in front of workers whose queue is full, and sixteen requests with one
 stored prefix, for which there is one load of it and one copy in vLLM's blocks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Real vLLM engines with settings of their own, one Redis and one folder: what any computes all reuse, bit for bit, and
 a Redis that is killed, emptied or paused under load costs misses, never a request, a token or a stall."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

@@ -5,8 +5,6 @@ blocks on and calls its connector by code of its own. All of this folder's tests
 in the environment, 0.27.1's aside; these are the ones that are always run.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

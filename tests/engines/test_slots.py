@@ -4,8 +4,6 @@ The kernels of the installed releases write and read it, interpreted on the CPU 
 scatter move it between.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks that run in vLLM's front end, where it chooses the executor: before any weights are loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

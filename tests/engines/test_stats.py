@@ -1,7 +1,5 @@
 """The tier's counters on their way into vLLM's metrics."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("vllm")

@@ -1,7 +1,5 @@
 """Steps are timed where it is known what the time between two plans belongs to."""
 
-from __future__ import annotations
-
 from kvtier.connectors.load_costs import StepTimes
 
 

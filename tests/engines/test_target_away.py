@@ -1,8 +1,6 @@
 """Engines' halves on a striped file system of which one target is away, with the errors that Lustre gave: what the
 others hold is loaded and saved, everything ends in time, and nothing is lost."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From a request's cache salt to the tenant whose segment sets its chunks lie in."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 First against vLLM's Request and block pool without an engine, then what a real engine's publisher sends.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights by a plan against vLLM's own loader, on the CPU: every parameter bit-equal, for any rank, in this process."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

@@ -4,8 +4,6 @@ The installed release is read itself. 0.25.1 and 0.27.1 answer `_prepare_weights
 0.33 calls the same methods as 0.32 (taken from its published source).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Recording of weight loaders: what they may do with a tensor, in small, against the same loader with real tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

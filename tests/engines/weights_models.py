@@ -1,7 +1,5 @@
 """Small checkpoints with random weights, one for each way in which loaders of vLLM cut and move tensors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Segment sets under one capacity: made ahead, evicted by least recent use, swept when their writer died."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

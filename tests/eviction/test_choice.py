@@ -1,7 +1,5 @@
 """Sets chosen for eviction: order, pins, quotas, watermarks. Pure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """The evictor on real roots: who was replaced stops, a death at any step leaves nothing behind, and quotas, pins and
 tenants hold from a request's cache salt to the files."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Sets whose times are later than now, of a clock that was wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from kvtier.eviction.choice import FUTURE_S, FutureTimes

@@ -1,7 +1,5 @@
 """Pins and run-time quotas outlive the index: the root has them too, and a rebuild restores them."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Iterator

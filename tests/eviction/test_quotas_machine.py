@@ -1,8 +1,6 @@
 """Quotas, pins and the capacity against a model: whatever sets are made, filled, used, pinned and removed, no limit is
 exceeded by a set that found room, and nothing goes that may stay."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

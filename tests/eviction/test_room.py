@@ -1,8 +1,6 @@
 """Room on disks that are full in ways statvfs does not show, or that give space back late: saving goes on, and the root
 is never emptied for space that is on its way."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

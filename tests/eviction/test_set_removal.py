@@ -1,7 +1,5 @@
 """Files that are missing when their set is removed, as on a brick that is down, and come back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every compiled version of the checksum against the numpy reference."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 

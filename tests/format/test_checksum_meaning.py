@@ -1,7 +1,5 @@
 """What the checksum must tell apart, on the definition itself: any change of any word, place, key, head or layer."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

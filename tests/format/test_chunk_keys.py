@@ -1,7 +1,5 @@
 """Chunk keys: chained, continued and injective."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest

@@ -1,7 +1,5 @@
 """The namespace: every part of it matters, and its JSON is exact."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

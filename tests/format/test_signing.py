@@ -1,8 +1,6 @@
 """Signed namespaces: who can write to the share and to the index, but has not the secret, cannot have an engine load
 what it made up. The same plants do work where nothing is signed, so these tests would see one that passes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """Settings as people write them: YAML files, the environment, a connector's config, and files that settings name."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

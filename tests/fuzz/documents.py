@@ -1,7 +1,5 @@
 """The documents that kvtier reads: JSON files of a root, of a model and of caches, and notes in the index."""
 
-from __future__ import annotations
-
 import json
 import struct
 from functools import cache

@@ -1,7 +1,5 @@
 """The byte formats: segments, records, and the values of both index kinds."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Inputs that are nearly right: what a parser takes, with a few changes. As bytes, as JSON and as YAML."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence

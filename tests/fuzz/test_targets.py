@@ -2,8 +2,6 @@
 proportion, and what is taken is what it says. Inputs that once were a bug stand in `corpus/<target>` and are tried each
 time. Others are made up: the same ones in each run, many more of other seeds under `make soak`."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Sequence

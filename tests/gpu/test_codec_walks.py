@@ -1,7 +1,5 @@
 """Encoded KV through both walks on a real GPU: what it writes and what the CPU writes is the same KV to either."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How the GPU's measurements are judged and written down: a miss, a stray context or a mixed run must not look fine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """How 32 requests at once are judged: what a tier may not do, and how an engine without one changes its answers."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Both walks on a real GPU: what the engine launched is still running while chunks are gathered and loaded."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights on a real GPU: bytes of any place in a file land at any place in its memory, after what was there before."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

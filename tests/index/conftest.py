@@ -1,7 +1,5 @@
 """One Redis for the tests of a file, and indexes in it that end with their test."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

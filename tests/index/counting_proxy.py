@@ -1,7 +1,5 @@
 """A TCP proxy that counts round trips: how often a client speaks after it was answered."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Records for the tests of the embedded index, and processes that use one."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from collections.abc import Callable

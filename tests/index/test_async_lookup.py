@@ -1,7 +1,5 @@
 """Lookups beside the scheduler's thread."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Nodes whose clocks differ by more than a lease is long: leases, notes and the times of sets go by the server's."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What lies in the embedded index's folder: other boots, garbage, foreign formats, full maps, wrong places."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """Files of the embedded index that are removed while it is used, all of them or some; who waits for what then."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """The embedded index used by several threads and processes at once: races, killed and stopped writers, forks."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

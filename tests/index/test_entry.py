@@ -1,7 +1,5 @@
 """The bytes of an index entry: round trips, what add and remove leave, and every malformed value refused."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

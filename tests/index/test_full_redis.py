@@ -1,7 +1,5 @@
 """A Redis at its maxmemory: it refuses what is new, and lets evicting through, for only so it gets room again."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack

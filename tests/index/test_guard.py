@@ -1,7 +1,5 @@
 """The guard around an index that is slow or gone: what passes, what waits, and when it is tried again."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

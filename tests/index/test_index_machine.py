@@ -1,7 +1,5 @@
 """LmdbIndex and RedisIndex against MemoryIndex: the same calls, the same answers, whatever the order."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The bytes of a note: round trips, and what is no note."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

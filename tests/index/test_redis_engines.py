@@ -1,8 +1,6 @@
 """Engines that share a root and a Redis, over the real Store and Transfer: what one saves the others load, and what a
 Redis that is paused, killed or emptied costs them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An address that stands for the primary, and a failover that keeps connections; passwords that are rotated."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

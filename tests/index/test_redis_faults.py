@@ -1,7 +1,5 @@
 """The index in Redis when Redis is slow, gone, emptied or another's; how often it is asked; what a crash leaves."""
 
-from __future__ import annotations
-
 import threading
 import time
 import uuid

@@ -1,7 +1,5 @@
 """What others put into Redis, by mistake or not: fields that are none of ours, another root's index."""
 
-from __future__ import annotations
-
 import math
 import struct
 

@@ -1,7 +1,5 @@
 """Processes with one id, of containers that each have process ids of their own, share an index."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

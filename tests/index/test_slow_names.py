@@ -1,7 +1,5 @@
 """A name server that does not answer: redis-py waits for it, and the scheduler's thread does not."""
 
-from __future__ import annotations
-
 import random
 import socket
 import threading

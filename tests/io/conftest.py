@@ -1,7 +1,5 @@
 """A ring, a file and a double of CUDA's driver for the tests of this folder."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A read that hangs in the kernel until it is let go: its target is memory whose page faults wait for a userfaultfd."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Records in memory and in files, for the tests of this folder."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

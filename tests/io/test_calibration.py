@@ -1,7 +1,5 @@
 """What is worth trying on which machine, which of the measured choices is picked, and a calibration as JSON."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

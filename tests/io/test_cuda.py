@@ -1,7 +1,5 @@
 """Pinning and the driver's version, over a double of CUDA's driver and without any."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Reads for a device, over a double of CUDA's driver: whole bytes, late copies, failing calls, cancels, closing."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time

@@ -1,7 +1,5 @@
 """CONTRACT: that the published wheel of KvikIO has the calls that kvtier makes of it, where pip finds the wheel."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 No GPU here. That the real package has these calls is checked in test_kvikio_contract.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

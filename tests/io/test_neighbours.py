@@ -1,7 +1,5 @@
 """Reads of neighbours in a file are one read: the same bytes, sums and errors as one by one, in fewer calls."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap

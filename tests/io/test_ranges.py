@@ -1,7 +1,5 @@
 """Range reads: bytes of files at any offset, to host memory and to the double of a device."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,7 +1,5 @@
 """The ring: records through files, faults named by slab or by errno, many threads."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

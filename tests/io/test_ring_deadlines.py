@@ -1,7 +1,5 @@
 """The ring while a read hangs in the kernel: timeouts, cancels, closing, bounds, and who goes first."""
 
-from __future__ import annotations
-
 import errno
 
 import pytest

@@ -1,8 +1,6 @@
 """The native code under the address, undefined-behaviour and thread sanitizers: `native_*test.cpp`, built and run, with
 a double of CUDA's driver that is built the same way."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

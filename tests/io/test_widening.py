@@ -1,7 +1,5 @@
 """The ring while one file hangs: other threads stand in for those that it holds, and the file gets no more of them."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """KV caches in every layout that vLLM has, made over a given buffer of bytes, so that tests can compare all of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The Triton kernels for tests: compiled where there is a CUDA device, else interpreted, on tensors of the CPU."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Runs a module of the tests in a process of its own, where Triton compiles, from nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

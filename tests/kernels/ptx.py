@@ -4,8 +4,6 @@ PTX ISA 8.5: prmt 9.7.8.7, lop3 9.7.8.6, dp4a 9.7.1.23; halves of words 9.7.4. N
 general interpreter: anything else raises.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Checksums of blocks in pieces: those of the definition, wherever a piece begins and ends."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

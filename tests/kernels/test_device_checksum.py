@@ -1,7 +1,5 @@
 """The Triton checksum against the reference in numpy: the same sums, whatever lies in one call."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

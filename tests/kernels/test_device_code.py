@@ -1,7 +1,5 @@
 """Stored kernels: code comes back, what is refused is compiled anew once, and other sources have another key."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path

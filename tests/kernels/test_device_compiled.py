@@ -1,8 +1,6 @@
 """What the compiler makes of the kernels for an H200. It needs no GPU, and sees what no result shows: an alignment that
 the compiler does not believe costs half of the rate and not one wrong byte."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.kernels.device_rig import device, device_block_sums, device_checksum

@@ -1,7 +1,5 @@
 """The Triton gather and scatter against the torch reference: every byte of pages and slabs, and around them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

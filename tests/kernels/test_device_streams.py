@@ -1,7 +1,5 @@
 """On a GPU only: launches wait for no stream, and what they were given stays as it was until they have run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

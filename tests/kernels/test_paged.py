@@ -1,7 +1,5 @@
 """The native gather and scatter against the torch reference, and both against plain indexing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

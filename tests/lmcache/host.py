@@ -1,7 +1,5 @@
 """What LMCache's NativeConnectorL2Adapter does with a connector: submits, waits for the descriptor, drains, routes."""
 
-from __future__ import annotations
-
 import select
 import time
 from collections.abc import Iterable, Sequence

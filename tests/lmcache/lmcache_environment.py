@@ -1,8 +1,6 @@
 """LMCache in an environment of its own, build/lmcache-<version>: its pins are not those of vLLM. What it shares with
 the engine (torch, transformers, ...) and kvtier itself come from the environment that this runs in."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """LMCache's own server and its own client (`lmcache bench server`) as processes, and what they print."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The contract of LMCache's `native_plugin` adapters, without LMCache: what comes back is what was put, or a miss."""
 
-from __future__ import annotations
-
 import json
 import random
 import select

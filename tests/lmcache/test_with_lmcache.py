@@ -1,8 +1,6 @@
 """The real LMCache, both releases: its server, its client and its adapters, over kvtier. On the CPU, without vLLM: the
 client registers KV of its own with the server, as an engine's worker does, and compares checksums."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

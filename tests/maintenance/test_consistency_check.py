@@ -1,7 +1,5 @@
 """Whether index and segments agree, on a root where much does not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

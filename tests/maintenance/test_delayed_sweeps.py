@@ -1,8 +1,6 @@
 """A sweep that is held up for longer than its lease lasts: another sweep may have been there since, so it neither cuts
 nor publishes what it knew before (seed 10016 of the simulation's two_evictors)."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

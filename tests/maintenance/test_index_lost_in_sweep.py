@@ -1,8 +1,6 @@
 """The index forgets everything while a sweep is under way. The sweep knows sets from before and finds no record of
 theirs any more: it took them for empty, and unlinked segments full of records. Found by `tests.simulation`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from kvtier.index.lmdb.index import LmdbIndex

@@ -1,7 +1,5 @@
 """The index is a hint: lost, damaged or stale, it is made anew from the segments' header pages (I5)."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

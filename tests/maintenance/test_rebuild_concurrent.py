@@ -1,7 +1,5 @@
 """A rebuild reads back a set that somebody else reads back, cuts or loses meanwhile. Found by `tests.simulation`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

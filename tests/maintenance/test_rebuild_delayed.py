@@ -1,7 +1,5 @@
 """A rebuild that takes long or fails half way says that it is not done, shows signs of life, leaves no file open."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

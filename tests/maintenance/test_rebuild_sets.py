@@ -1,8 +1,6 @@
 """A set that is in no index comes into it with the segments of all its ranks or not at all, whatever fails meanwhile:
 registered without one, nobody would look at that one again, and registered without records it would be removed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

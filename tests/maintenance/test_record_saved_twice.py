@@ -1,8 +1,6 @@
 """A chunk was found bad and saved again, and then the index is lost. The bad record's header page is as good as ever:
 the rebuild looks at what is below it before it lets that stand in the good one's way."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

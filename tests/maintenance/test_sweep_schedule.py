@@ -1,8 +1,6 @@
 """Engines that share a root sweep it for one another: not each of them every minute, and at once where one lacks
 room."""
 
-from __future__ import annotations
-
 import random
 import struct
 from collections.abc import Sequence

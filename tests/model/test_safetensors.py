@@ -1,7 +1,5 @@
 """Headers of safetensors files: what the library accepts is read alike, and every lie is refused."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fingerprints of weights: what must change them, what must not, and that a cached answer is never a stale one."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 BED is gluster, moose, ceph, juice, or the options of NFS mounts in a guest (vers=4.2), whose image is kept in --images.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

@@ -1,7 +1,5 @@
 """Test beds of network file systems: servers and two clients on this machine, in network namespaces of their own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """GlusterFS, CephFS, MooseFS and JuiceFS, each as small as it runs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Kernel NFS in an emulated guest: one server and two clients, whatever the kernel of this machine has."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 The processes are forked, because importing torch takes minutes in an emulated guest.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

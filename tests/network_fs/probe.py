@@ -7,8 +7,6 @@ the functions.
 The index is in a Redis of its own. Nothing is imported from pytest, so that it runs in a guest.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json

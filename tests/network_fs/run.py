@@ -1,7 +1,5 @@
 """Measurements on a bed, each in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

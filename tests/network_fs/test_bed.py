@@ -1,7 +1,5 @@
 """The beds themselves end: guests with their script, mounts whose client hangs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Real vLLM engines on two nodes of a network file system: equal answers, hits on the other node, faults under load."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Two nodes on real network file systems: what one saved, the other loads; space is kept; faults lose nothing."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

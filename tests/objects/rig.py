@@ -1,7 +1,5 @@
 """What tests of objects share: settings of a small tier, objects whose bytes tell them apart, and damage to files."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence

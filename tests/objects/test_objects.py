@@ -1,7 +1,5 @@
 """Objects of other hosts: what is asked for is what was put under that key, or a miss."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import shutil

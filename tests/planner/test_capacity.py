@@ -1,7 +1,5 @@
 """The arithmetic of `kvtier plan`, against figures worked out by hand and by others."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

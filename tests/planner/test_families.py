@@ -1,7 +1,5 @@
 """Facts of `kvtier.model.families`, held against transformers' own classes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

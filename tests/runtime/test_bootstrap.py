@@ -1,7 +1,5 @@
 """Importing kvtier: in a checkout beside an install, and what its log lines begin with."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

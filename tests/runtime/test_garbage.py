@@ -1,7 +1,5 @@
 """Pausing Python's garbage collector."""
 
-from __future__ import annotations
-
 import gc
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory that a process may have: where an arena that can't be had is refused before it is asked for."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Repeated log lines: the first at once, later ones as counts at growing intervals."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -6,8 +6,6 @@ An H100 with Llama-3.1-8B in bf16: loads share a link, prefill and decode take t
 common when their load has ended, and free blocks stay cached until others need them.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections import deque

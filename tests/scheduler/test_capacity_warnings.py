@@ -1,7 +1,5 @@
 """Warnings of an engine about its capacity_bytes, and about segment sets that find no room."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What computing and loading cost one engine, another one like it expects."""
 
-from __future__ import annotations
-
 import logging
 import time
 from dataclasses import replace

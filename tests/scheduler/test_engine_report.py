@@ -1,7 +1,5 @@
 """Reports: what engines say of themselves, bounded, and read as what anybody may have written."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

@@ -1,7 +1,5 @@
 """A segment set is ready before the engine's first step: without one, the first prompt would not be saved."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A hit is never slower than prefill, as far as was measured; and no state is final."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """The pure parts: rectangles, shares of ranks, headers, slots of sets, which sets go, queues."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 

@@ -1,7 +1,5 @@
 """The scheduler hashes no chunk of a long prompt twice, and does not look it up in each step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chunks that workers refuse are planned again in order, and in the end only tails of prompts are missing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Waiting for another's load, measured both ways in a model of an engine: one prefix, and the convoy."""
 
-from __future__ import annotations
-
 from tests.scheduler.serving_model import LINK, burst, documents, long_first, results, tree
 
 

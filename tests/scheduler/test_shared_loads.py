@@ -1,7 +1,5 @@
 """Who waits for another request's load of the same chunks, for how long, and who loads by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

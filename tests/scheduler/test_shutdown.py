@@ -1,7 +1,5 @@
 """An engine that ends while its keeper hangs in the index or the storage."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

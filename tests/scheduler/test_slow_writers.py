@@ -1,8 +1,6 @@
 """A writer that others take for dead, or that knows of no one else's doing, is only slow: what it answers "saved" is
 there all the same, and what is no longer wanted of it is answered as failed (I1)."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections import deque

@@ -1,8 +1,6 @@
 """An index that is slow or gone for one half of an engine and not for the other: sets whose records wait to become
 visible, and sets of which nobody knows whether they were registered."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 """One call of every route that is right, for tests that hold for all of them. A route that is missing here fails
 tests/server/test_all_routes.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The admin service over a root that an engine filled, in this process and without a socket."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

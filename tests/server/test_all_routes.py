@@ -1,7 +1,5 @@
 """What holds for every route: it has a test, tokens and roles count, errors are problems, a dead index is a 503."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

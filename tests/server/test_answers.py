@@ -1,7 +1,5 @@
 """What the routes answer, over a root that an engine filled."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Connections that take their time: none may keep others out, nor last."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 import threading

@@ -1,7 +1,5 @@
 """What engines' counters add up to for the dashboard: no kind of skipped chunk or error is forgotten."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtier.admin import figures

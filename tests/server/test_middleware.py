@@ -1,7 +1,5 @@
 """Middleware as far as it does not depend on the route: names, origins, slow bodies, errors, the files of the page."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """A root that nobody has saved to yet: its index is new, but there is nothing to rebuild, so nobody need be called."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

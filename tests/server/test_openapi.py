@@ -1,8 +1,6 @@
 """schemathesis over the OpenAPI document: it makes up calls that fit the document and calls that do not, and compares
 what comes back with what the document says. With tokens and without. `make soak` makes up many more of them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

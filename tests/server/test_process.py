@@ -1,7 +1,5 @@
 """`kvtier serve` as a process: where it listens, TLS, its end, and that engines do not need it."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

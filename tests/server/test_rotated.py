@@ -1,7 +1,5 @@
 """Tokens from files: a file that replaces another one takes effect. test_process.py tests it with a running service."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

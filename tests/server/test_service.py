@@ -1,7 +1,5 @@
 """A root that takes long to open, as on a mount that hangs, holds up only who needs it, and them for a moment."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What SGLang's HiCache does with a storage backend, and a host pool of its kind, on the CPU and without SGLang."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The contract of SGLang's storage backends, without SGLang: what comes back is what was set, or is a miss."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import shlex

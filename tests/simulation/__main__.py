@@ -1,7 +1,5 @@
 """One run again, or many: `python -m tests.simulation --seed N --steps M [--recipe X] [--bug B]`."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

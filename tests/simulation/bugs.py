@@ -1,8 +1,6 @@
 """Bugs to plant: mutations of the library, each of which the simulation must catch. Each is a context in which the
 library has that bug; the recipe that stirs it up is named beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

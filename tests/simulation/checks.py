@@ -12,8 +12,6 @@ draw. That is proved by test_settings and test_index_settings in tests/config (v
 tests/root/test_open_root (the place that they name) and tests/engines/test_refusals (the engine's own).
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

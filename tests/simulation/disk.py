@@ -1,8 +1,6 @@
 """A disk that fails on purpose: a folder in memory, the system calls that the tier makes on it, and what is wrong with
 them at the moment. Reads and writes of records are `tests.simulation.ring`'s."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

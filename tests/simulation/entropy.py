@@ -3,8 +3,6 @@
 It is seen where Python calls C functions: it does not matter under which name, or since when, the caller has them.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import socket

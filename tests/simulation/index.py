@@ -1,8 +1,6 @@
 """An index that fails on purpose: it is late, does not answer (before or after it did what was asked), gives answers of
 a while ago, does what was asked once more later, or forgets everything. Below it is a real one."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

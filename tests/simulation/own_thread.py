@@ -4,8 +4,6 @@ Modules are patched for the whole process, in which there may be threads of othe
 tests left behind. Those go on with the real thing; else they would draw from the seed, and one seed would be many runs.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """The place that all processes of a simulation share: runtime, root, disk, index and rules; and the modules under test,
 put on that place's threads, time and system calls for as long as it is there."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,8 +1,6 @@
 """Stand-ins for `threading`, `time`, queues and tickers, on a Runtime; put in place of them in the modules that run in
 the simulation, so that the library's own code is what runs."""
 
-from __future__ import annotations
-
 import threading
 import uuid
 from collections import deque

@@ -1,8 +1,6 @@
 """What goes wrong in a run: named recipes, and `random`, which draws its own. A recipe is weather, and how often what
 is done to the place; whatever it does not name is calm."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """The I/O ring as its contract says (kvtier.io.ring), on virtual time and a disk that fails: operations are slow, hang,
 land after their deadline, end too soon, are torn, and outlive the process that asked for them."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

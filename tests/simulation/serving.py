@@ -1,8 +1,6 @@
 """What an inference engine does with the two bridges: requests wait, load what is offered, compute the rest a few
 chunks a step, end, and their blocks go to others at once. It knows what each block must hold, and looks."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field

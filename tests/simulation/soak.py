@@ -1,7 +1,5 @@
 """Many runs, added up: of each kind of fault, how often it was tried and what came of it."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """What the simulation's own checks take for a loss, and what they do not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

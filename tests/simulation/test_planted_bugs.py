@@ -1,7 +1,5 @@
 """What the simulation is worth: the library with a bug planted in it does not get through, whichever bug."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

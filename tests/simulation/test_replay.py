@@ -1,7 +1,5 @@
 """One seed is one run (I6), else no failure could be replayed: in any process, and whatever else that process does."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

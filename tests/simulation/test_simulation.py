@@ -4,8 +4,6 @@ test_soak's. A run has as many steps as those in which test_planted_bugs finds e
 A failure names the one command that replays it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path

@@ -4,8 +4,6 @@ With SIMULATION_RESULT=FILE, the count and the outcome of each fault so far are 
 benchmarks/results/faults_simulation.json has it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What the KV of a chunk is: bytes that depend on the weights, the tenant's salt and every token up to the chunk's end,
 and on nothing else. Two chunks that differ in any of these differ in every byte or so."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ disk and the index fail, and after every step all that must hold is looked at. O
     python -m tests.simulation --seed 7 --steps 500 --recipe hung_reads
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Disks of our own to fill or to forbid, skipped without the right to mount. Engines end with their test."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One command that root runs does not take a root or its index away from the engines' user."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

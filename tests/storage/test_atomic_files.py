@@ -1,7 +1,5 @@
 """Files that many processes create at once: all see one content, whole."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Which file system a path is on, from mount tables as kernels write them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,8 +1,6 @@
 """Files that somebody on this machine has a kernel lease on: a server of NFS does for each delegation that it gave to
 another node, and gives it back when the kernel says that it is wanted."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Namespace folders: made once, and verified against their name ever after."""
 
-from __future__ import annotations
-
 import dataclasses
 import stat
 from pathlib import Path

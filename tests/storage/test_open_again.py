@@ -1,7 +1,5 @@
 """A root that is gone while engines use it: made anew as at a start, but never in the place of its file system."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

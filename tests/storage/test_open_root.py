@@ -1,7 +1,5 @@
 """Opening a root: what it makes, and every fault that must stop start-up with key, value and fix."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

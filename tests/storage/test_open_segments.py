@@ -1,7 +1,5 @@
 """Descriptors of segments, where a file goes away under them."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Files of one user: a body comes back as it was, and a damaged file is no file."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

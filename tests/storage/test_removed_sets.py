@@ -1,8 +1,6 @@
 """Segments whose set was removed are closed, on file systems that keep an open file under another name (NFS), that fail
 close(2), and under a small RLIMIT_NOFILE."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

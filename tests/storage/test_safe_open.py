@@ -1,8 +1,6 @@
 """What others with access to the share may put into a root: no link is followed out of it, nothing makes an engine
 hang, crash, or read and write where no record is, and what kvtier makes is its own user's alone."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

@@ -1,8 +1,6 @@
 """Segment files against a model: made, filled, cut, evicted, opened and let go of in any order, a leased one reads what
 was written into it (I3), and no descriptor is left."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """A start on storage that hangs says so, and ends by its deadline with what to do."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Segment sets of several files a rank: consecutive chunks go to different files, and the set stays one unit."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

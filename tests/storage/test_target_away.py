@@ -1,7 +1,5 @@
 """A striped file system of which one target is away: what a root's small files do not say is no verdict on the root."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Work as another user than root: permission bits do not restrain root."""
 
-from __future__ import annotations
-
 import codecs
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Clock that a test moves."""
 
-from __future__ import annotations
-
 
 class Clock:
     def __init__(self, now_s: float = 0.0) -> None:

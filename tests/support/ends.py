@@ -1,7 +1,5 @@
 """Fixtures for conftest.py of folders. They are not in `rig`, because programs without pytest import that."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

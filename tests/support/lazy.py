@@ -4,8 +4,6 @@ Nothing runs early by luck, so an event that is left out shows every time. `Lazy
 have a staging arena, a host arena below it and such an order between them.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ ranks of an engine answered "saved" or "present" is noted, and a new engine must
 The engines' clock, threads and files are real; what is done, and when what is slow, is drawn from a seed.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """What a storm does to the bytes: reads that are slow, hang or fail, and records that change on disk or in memory."""
 
-from __future__ import annotations
-
 import errno
 import random
 import shutil

@@ -1,7 +1,5 @@
 """What a storm is about: prompts whose KV is known, and engines with what they have on its way."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field

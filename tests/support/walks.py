@@ -1,8 +1,6 @@
 """The two walks of a LazyEngine, a step at a time: a prompt is computed, saved and its blocks handed on at once; it is
 loaded into blocks that were just zeroed, after their previous owner wrote into them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

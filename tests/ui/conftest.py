@@ -1,7 +1,5 @@
 """A browser for the page's tests; without one they are skipped, and say so."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A double of the admin service for the page: its files under a strict policy, and answers that a test chooses."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """An overview as a busy deployment gives it, made of the service's own models: a field that is renamed breaks this."""
 
-from __future__ import annotations
-
 import math
 import random
 

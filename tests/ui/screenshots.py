@@ -3,8 +3,6 @@
 Their figures are invented.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

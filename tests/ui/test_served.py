@@ -1,7 +1,5 @@
 """The page as `kvtier serve` serves it: its own policy, its real answers, a token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

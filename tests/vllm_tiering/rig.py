@@ -3,8 +3,6 @@
 What a worker would copy from its GPU is written into the rows of the region here, and read from them.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import uuid

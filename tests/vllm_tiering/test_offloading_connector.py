@@ -3,8 +3,6 @@
 Its workers' half runs on GPUs only. Here a step is what its manager is called with at the end of one.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager

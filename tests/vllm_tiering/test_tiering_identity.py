@@ -1,7 +1,5 @@
 """Rows are shared by engines whose rows mean the same, and by no others."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lookups within steps: one question each, an answer for as long as somebody holds the key."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from kvtier.connectors.vllm_tiering.lookups import StepLookups

@@ -3,8 +3,6 @@
 OffloadingConnector's workers need a GPU; its manager and what is below are real here, from the spec to the region.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Blocks that are summed on the device: which they are, and what damage to them does. Host memory is the device's."""
 
-from __future__ import annotations
-
 import json
 import random
 import struct

@@ -1,7 +1,5 @@
 """Whole files as tensors: as safetensors loads them, with its dtypes and shapes; bad files are refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Checksums of weight files: a flipped byte is named, and nothing is served."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

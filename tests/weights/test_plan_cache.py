@@ -1,7 +1,5 @@
 """Stored plans: the same plan comes back, and anything else is no plan."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import replace
 from pathlib import Path

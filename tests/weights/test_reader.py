@@ -1,7 +1,5 @@
 """Reading byte ranges of files into tensors."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Assignments between views as copies, against torch: random chains of slices, transpositions and reshapes."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from hypothesis import given

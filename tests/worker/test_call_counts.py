@@ -3,8 +3,6 @@
 A single chunk pays for whole turns of the loop, as many as its I/O takes: the least of some tries counts.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import Counter

@@ -1,8 +1,6 @@
 """What happens to a record between the lookup and the read: a miss from that chunk on, of which nothing reaches the
 engine's blocks (I2). On the host, where the ring sums what it reads, and over a device, where the slots are summed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence

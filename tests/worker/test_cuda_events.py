@@ -1,7 +1,5 @@
 """Stream order: with launches that run as late as they may, every event that is left out shows (I2, I3)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Bytes that are not what was written: a miss, a counter, and never anything else in the engine's blocks (I2)."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

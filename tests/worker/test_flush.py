@@ -1,7 +1,5 @@
 """Segments are flushed before their records are published, once a batch and file, where other nodes need that."""
 
-from __future__ import annotations
-
 import errno
 import time
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Storage of which one file hangs, as on a striped file system with a target away: saves and loads of it end in time,
 and those of other files go on."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

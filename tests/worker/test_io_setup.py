@@ -1,7 +1,5 @@
 """What a worker with a GPU measures of its io_setup, and when it measures anew. No GPU here: nothing is really read."""
 
-from __future__ import annotations
-
 import importlib.util
 from importlib.machinery import ModuleSpec
 from pathlib import Path

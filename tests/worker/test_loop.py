@@ -1,7 +1,5 @@
 """Transfer loop: its tasks and their results."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Index entries as others may have written them: whatever they say, a load is answered, nothing outside of the
 segment's records is read, and what cannot be right is taken out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

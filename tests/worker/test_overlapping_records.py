@@ -1,7 +1,5 @@
 """Records of one chunk that engines of unlike cuts wrote may overlap so that together they do not fit a slot."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """A slot holds one chunk after another. What an older one left behind a slab's end must not get into a file: it may be
 another user's, and whoever may read the file may not read that."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Pinning of the host arena: at start, for which the engine waits, and between the loads of an engine at work."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """A prompt whose KV the codec cannot keep comes again: it is not encoded again each time, only to be refused."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

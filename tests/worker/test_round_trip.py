@@ -1,7 +1,5 @@
 """Saved by one engine, loaded by another: equal bytes, whatever the ranks of either."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

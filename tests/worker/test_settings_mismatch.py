@@ -1,7 +1,5 @@
 """A worker whose own settings are not those of its scheduler: it stores nothing and loads nothing, and says why."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One chunk that several loads want at a time: it is read once, whichever of them gives up meanwhile."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path

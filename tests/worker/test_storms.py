@@ -5,8 +5,6 @@ comes back. Saves: what all ranks answered "saved" is there for any engine, unti
     python -m tests.worker.test_storms SEED SECONDS [CODEC]        one storm of loads, or of saves with CODEC
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import threading

@@ -1,8 +1,6 @@
 """Tenants with different cache salts share nothing, and what one asks for is answered the same whatever others
 stored."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What an engine that ends gives back of its segments, whatever order its save jobs came in: never a record."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import threading

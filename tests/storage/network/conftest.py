@@ -1,7 +1,5 @@
 """Nodes that share a double of a network file system."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two mounts of stale_fs.c over one folder, and engines on them: nodes that share a network file system and a Redis."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import struct

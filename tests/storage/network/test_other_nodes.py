@@ -1,7 +1,5 @@
 """What one node publishes the others read at once, on a file system whose clients write behind and cache."""
 
-from __future__ import annotations
-
 import errno
 import time
 from collections.abc import Iterator
