@@ -19,9 +19,9 @@ STRIPES = "KVTIER_IO__STRIPES"
 os.environ.setdefault(STRIPES, "1")
 
 END_TIMEOUT_S = 30.0
-# Folders whose files take a minute or more: with `--no-loadscope-reorder` xdist begins with them, and no worker is left
-# with one while the others have ended.
-FIRST = ("simulation", "engines", "crash")
+# Folders and files that take half a minute or more: with `--no-loadscope-reorder` xdist begins with them, and no worker
+# is left with one while the others have ended.
+FIRST = ("simulation", "engines", "test_wheel.py", "benchmarks", "worker", "crash")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,7 +20,7 @@ from tests.engines.test_real_engine import (
 OF_PAIR, OF_RANKS, OF_SECOND = [12], [14, 4], [1, 4]  # seeds of the prompts that each wrote; how many, if not all
 # Interpreted kernels take a second for each few steps: fewer tokens and aborts are asked of them.
 TURN_TOKENS, CROWDED_TOKENS = 24, 60
-ABORTS = ["aborts", 0, 1, 2, 4, 7, 20]
+ABORTS, SYNC_ABORTS = ["aborts", 0, 1, 2, 4, 7, 20], ["aborts", 1, 4, 20]
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +42,7 @@ def pair(lab: Any, spec: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.fixture(scope="session")
 def second(lab: Any, spec: dict[str, Any]) -> dict[str, Any]:
     """The second runner, with vLLM's own prefix cache."""
-    scenarios = [["cold_and_warm", *OF_SECOND], "partial_hits", ["second_turn", 3, TURN_TOKENS], ABORTS]
+    scenarios = [["cold_and_warm", *OF_SECOND], "partial_hits", ["second_turn", 3, TURN_TOKENS], SYNC_ABORTS]
     spec = spec | {"second_runner": True, "llm": WITHOUT_ASYNC, "scenarios": scenarios}
     run: dict[str, Any] = lab.run("second", [spec])[0]
     return run
