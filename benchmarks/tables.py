@@ -82,14 +82,14 @@ def verdict(is_met: bool | None) -> str:
 # --- times to the first token ---
 
 
-def versus_of(file: str) -> Lines:
+def versus_of(file: str, model: str = "Llama-3.1-8B's dimensions in bf16") -> Lines:
     result = read(f"gpu/{file}")
     entries = Entries(result["runs"], result["settings"]["token_bytes"])
     n_machines, commits = entries.machines(), entries.commits()
     mixed = f"**of {n_machines} machines, commits {', '.join(commits)}**, " if n_machines + len(commits) > 2 else ""
     return [
         f"**TTFT of a stored prompt, ms** (`python -m benchmarks.versus`, {source(result)}, {mixed}vLLM "
-        f"{result['versions'].get('vllm')}, Llama-3.1-8B's dimensions in bf16, one request at a time, fresh processes; "
+        f"{result['versions'].get('vllm')}, {model}, one request at a time, fresh processes; "
         "median (range)):",
         *rows(*judge.table_rows(entries)),
         "",
@@ -99,6 +99,7 @@ def versus_of(file: str) -> Lines:
 
 for _name, _file in (("versus", "versus"), ("versus-32-cores", "versus_32"), ("versus-disk", "versus_disk")):
     TABLES[_name] = partial(versus_of, _file)
+TABLES["versus-two-gpus"] = partial(versus_of, "two_gpus_versus", "70B's dimensions in bf16 at TP=2")
 
 
 @table
@@ -169,13 +170,15 @@ simple(
     "8B's dimensions in bf16 from tmpfs, a prompt of {tokens:,} tokens; ready and first token since the start of the "
     "process; another engine ran on the other GPU):",
 )
-simple(
-    "two-engines",
-    "gpu/two_gpus_engines",
-    lambda result: two_engines.table_rows(result["systems"]),
-    "**Two engines on one root and one index in Redis** (`run_h200.sh two-engines`, {source}; 8B from tmpfs, 32 "
-    "requests in flight, shared and private prefixes; one engine is killed halfway and started again):",
-)
+for name, about in {"": "kvtier compares blocks", "_timed": "`WATCH=0`: nothing is compared"}.items():
+    simple(
+        f"two-engines{name.replace('_', '-')}",
+        f"gpu/two_gpus_engines{name}",
+        lambda result: two_engines.table_rows(result["systems"]),
+        "**Two engines on one root and one index in Redis** (`run_h200.sh two-engines`, {source}; 8B from tmpfs, 32 "
+        "requests in flight, shared and private prefixes; one engine is killed halfway and started again; "
+        f"{about}):",
+    )
 simple(
     "load-mix",
     "gpu/load_mix",
@@ -273,7 +276,7 @@ simple(
 
 for name, about in {
     "": "kvtier with 16 threads a rank",
-    "_peers": "at the same time two other engines used the same tmpfs, the other GPUs and half of the cores",
+    "_peers": "nothing else ran; reads-of-shards and pinned-copies are ceilings of both ranks at once",
 }.items():
     simple(
         f"weights-two-ranks{name.replace('_', '-')}",
