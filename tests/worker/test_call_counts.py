@@ -70,7 +70,7 @@ def counted() -> Iterator[Counted]:
 
 
 @pytest.mark.parametrize(
-    ("n_chunks", "tries", "saved_max", "loaded_max"), [(1, 10, 120, 100), (64, 2, 13, 22)], ids=["one", "batch"]
+    ("n_chunks", "tries", "saved_max", "loaded_max"), [(1, 30, 120, 100), (64, 2, 13, 22)], ids=["one", "batch"]
 )
 def test_calls_of_a_chunk(
     tmp_path: Path, counted: Counted, n_chunks: int, tries: int, saved_max: int, loaded_max: int
