@@ -16,9 +16,9 @@ from tests.simulation.world import Violation, World, play
 
 SEEDS, STEPS, GROUPS = 100, 300, 10
 HAPPENS = {
-    "chunks loaded": 500,
-    "finished": 500,
-    "saved": 500,
+    "chunks loaded": 300,
+    "finished": 300,
+    "saved": 300,
     "present": 20,
     "failed": 1,
     "open": 5,
