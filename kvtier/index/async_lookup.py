@@ -1,8 +1,10 @@
 """Prefix lookups of the scheduler: synchronous for an index on this machine, else on background threads.
 
-The scheduler's thread waits WAIT_S for a remote index, and otherwise repeats the call in its next step. After a slow
-answer it does not wait at all until a quick one arrives: a slow index delays new requests only, not running ones. The
-deadline, after which a request is computed, is index.lookup_timeout_s (see connectors/lookup_deadline.py).
+The scheduler's thread waits WAIT_S for a remote index, and otherwise repeats the call in its next step. After a wait in
+vain it does not wait for a while, twice as long each time: a slow index delays new requests only, not running ones. How
+quickly answers come without a wait says nothing: while the scheduler's thread computes, the other thread gets the
+interpreter lock late. The deadline, after which a request is computed, is index.lookup_timeout_s (see
+connectors/lookup_deadline.py).
 """
 
 import threading
@@ -18,6 +20,7 @@ from kvtier.index.base import Index
 from kvtier.runtime.threads import Jobs
 
 WAIT_S = 0.002  # seconds; a step of an engine takes ten times as long, a lookup over a network a fraction of it
+PAUSE_MIN_S, PAUSE_MAX_S = 0.02, 2.0  # seconds without waits, after the first wait in vain and at most
 PENDING_MAX = 1024  # lookups that are kept until their request polls again
 ANSWER_KEPT_S = 30.0  # seconds; a request polls again after a step of seconds or other requests' prefills
 
@@ -73,7 +76,8 @@ class InBackground(Lookups):
         super().__init__(index, clock)
         self._jobs = jobs
         self._lookups: OrderedDict[tuple[str, bytes, bytes], _Lookup] = OrderedDict()
-        self._is_quick = True
+        self._pause_s = 0.0  # the last one; 0 after an answer in time
+        self._waits_again_s = clock()
 
     def resolve(self, keys: Sequence[bytes], asker: str = "") -> LookupResult | None:
         name = (asker, keys[0], keys[-1])  # keys are chained: the last one implies all before it
@@ -87,8 +91,10 @@ class InBackground(Lookups):
             # Requests that ended or were aborted never poll again.
             while len(self._lookups) > PENDING_MAX or self._is_old(next(iter(self._lookups.values()))):
                 self._lookups.popitem(last=False)
-            if self._is_quick and not lookup.is_answered.wait(WAIT_S):
-                self._is_quick = False
+            if lookup.asked_s >= self._waits_again_s:
+                is_quick = lookup.is_answered.wait(WAIT_S)
+                self._pause_s = 0.0 if is_quick else min(max(PAUSE_MIN_S, 2 * self._pause_s), PAUSE_MAX_S)
+                self._waits_again_s = lookup.asked_s + self._pause_s
         found = lookup.found  # read once: a result that arrives between two reads would be returned twice
         if found is not None:
             self._lookups.pop(name, None)
@@ -104,7 +110,6 @@ class InBackground(Lookups):
         finally:
             lookup.answered_s = self._clock()
             lookup.found = found._replace(took_s=lookup.answered_s - lookup.asked_s)
-            self._is_quick = lookup.found.took_s <= WAIT_S
             lookup.is_answered.set()
 
     def close(self) -> None:

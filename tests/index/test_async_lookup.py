@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -42,20 +43,25 @@ class SlowIndex(MemoryIndex):
 KEYS = [b"a", b"b", b"c"]
 
 
-def test_a_slow_index_never_holds_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the waits is measured where it is made, for the machine may be busy: one wait of WAIT_S, then none."""
-    waits: list[float] = []
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Timeouts of the waits of this thread, measured where they are made, for the machine may be busy."""
+    found: list[float] = []
     wait = threading.Event.wait
 
     def measured(event: threading.Event, timeout: float | None = None) -> bool:
-        if threading.current_thread() is threading.main_thread():
-            assert timeout is not None
-            waits.append(timeout)
+        if threading.current_thread() is threading.main_thread() and timeout is not None:
+            found.append(timeout)
         return wait(event, timeout)
 
-    index = SlowIndex()
-    lookups = InBackground(index, ThreadJobs("lookup", 4, 64))
     monkeypatch.setattr(threading.Event, "wait", measured)
+    return found
+
+
+def test_a_slow_index_never_holds_the_scheduler(monkeypatch: pytest.MonkeyPatch, waits: list[float]) -> None:
+    """One wait of WAIT_S, then none."""
+    index = SlowIndex()
+    lookups = InBackground(index, ThreadJobs("lookup", 4, 64), Clock())
     for number in range(50):
         for _ in range(10):
             assert lookups.resolve([bytes([number])]) is None
@@ -70,6 +76,20 @@ def test_a_slow_index_never_holds_the_scheduler(monkeypatch: pytest.MonkeyPatch)
         assert found.entries == [bytes([number])]
     assert index.asked == 50, "each was asked once"
     lookups.close()
+
+
+def test_the_scheduler_waits_again_after_a_pause_that_doubles(waits: list[float]) -> None:
+    """An index that was slow once, or whose thread came late to the interpreter lock, is not taken for slow forever."""
+    clock, jobs = Clock(), ManualJobs(1000)
+    lookups = InBackground(SlowIndex(), jobs, clock)
+    waited_at_s: list[float] = []
+    for number in range(1000):
+        clock.now_s += 0.01
+        lookups.resolve([number.to_bytes(2, "big")])
+        if len(waits) > len(waited_at_s):
+            waited_at_s.append(clock.now_s)
+    pauses = [later - earlier for earlier, later in pairwise(waited_at_s)]
+    assert pauses == pytest.approx([0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.0, 2.0, 2.0], abs=0.011)
 
 
 def test_a_quick_index_answers_in_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
