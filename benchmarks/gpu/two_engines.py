@@ -7,7 +7,8 @@ Both engines take the next item of one list whenever one of their 16 requests ha
 tokens, private or one of 32 documents in use, and 200 tokens of its own; 32 tokens are generated. vLLM's own KV cache
 has 20 GiB a GPU, so that documents leave it. In the middle of the time engine b is killed and started again, and first
 answers what was lost. Every system gets the same list and the same seconds. vLLM's tiering deletes no files: this
-script deletes the oldest above --capacity-gib, which is kvtier's capacity too.
+script deletes the oldest above --capacity-gib, which is kvtier's capacity too. Each engine has 24 GiB of host memory
+for KV (kvtier's default is 8).
 
 Blocks of one chunk in 16 are compared bit for bit with what either engine saved (watch.py). The digests take time of
 kvtier's engines: compare rates with --watch 0. Answers are compared with those of `none`; `none` itself answers 64
@@ -45,7 +46,7 @@ from benchmarks.gpu.models import prompt
 from benchmarks.gpu.sampler import Sampler
 from benchmarks.gpu.setup import EngineSetup, add_timed_engine, parser
 from benchmarks.gpu.steps import take_turn
-from benchmarks.gpu.systems import stored_bytes
+from benchmarks.gpu.systems import NATIVE_CPU_BYTES, stored_bytes
 from benchmarks.gpu.watch import compare
 from benchmarks.gpu.weights_files import unpacked
 from benchmarks.processes import EngineFailed, EngineProcess, redis_server
@@ -403,6 +404,8 @@ def main() -> int:
     setup = EngineSetup.timed(options)
     setup = replace(setup, llm=setup.llm | (TINY_ENGINE if options.tiny else ENGINE))
     setup.extra["capacity_bytes"] = int(options.capacity_gib * 2**30)
+    if not options.tiny:
+        setup.extra.setdefault("host", {"arena_bytes": NATIVE_CPU_BYTES})  # both systems have as much host memory
     options.logs.mkdir(parents=True, exist_ok=True)
     for system in options.systems.split(","):
         run_system(setup, options, system)
