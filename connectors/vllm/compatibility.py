@@ -67,6 +67,7 @@ LOADS_ELSEWHERE = (
     "load_file(",
 )  # in the source of a model that loads other files too
 _SIBLING_IMPORT = re.compile(r"^from \.(\w+) import", re.MULTILINE)
+OWN_ATTENTION = frozenset({"eagle", "eagle3", "dflash", "dspark"})  # methods with heads of their own configuration
 MARK = "_is_checked_by_kvtier"  # attribute of a KVTransferConfig; it travels to the processes of the engine
 WITHOUT = "run this model without the kvtier connector"
 
@@ -85,15 +86,7 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             raise ConfigError(name, size, "a context-parallel rank holds only some tokens of a block; set it to 1")
-    stages = getattr(parallel, "pipeline_parallel_size", 1)
-    if stages > 1 and getattr(vllm_config, "speculative_config", None) is not None:
-        fix = (
-            "with speculative decoding, vLLM does not inform all pipeline stages when KV is final; use one or the other"
-        )
-        raise ConfigError("pipeline_parallel_size", stages, fix)
-    if getattr(getattr(vllm_config, "speculative_config", None), "method", None) == "draft_model":
-        fix = "a whole draft model's layers have the same numbers as this model's, so their positions are unknown"
-        raise ConfigError("speculative_config.method", "draft_model", f"{fix}; use ngram, suffix, eagle or mtp")
+    _check_drafts(vllm_config)
     for name, value in (("enable_fault_tolerance", True), ("all2all_backend", "nixl_ep")):
         if getattr(parallel, name, None) == value:
             fix = "vLLM goes on after a failed forward, and KV that was not computed could be saved; leave it out"
@@ -122,6 +115,35 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
             "the changes of a function cannot be identified; pass a mapping, or set model_tag to a name for the result"
         )
         raise ConfigError("hf_overrides", getattr(overrides, "__qualname__", "function"), fix)
+
+
+def _check_drafts(vllm_config: Any) -> None:
+    """Refuse drafts whose KV has no place beside the model's. Raises ConfigError."""
+    drafts = getattr(vllm_config, "speculative_config", None)
+    if drafts is None:
+        return
+    stages = getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1)
+    if stages > 1:
+        fix = (
+            "with speculative decoding, vLLM does not inform all pipeline stages when KV is final; use one or the other"
+        )
+        raise ConfigError("pipeline_parallel_size", stages, fix)
+    method = getattr(drafts, "method", None)
+    if method == "draft_model":
+        fix = "a whole draft model's layers have the same numbers as this model's, so their positions are unknown"
+        raise ConfigError("speculative_config.method", "draft_model", f"{fix}; use ngram, suffix, eagle or mtp")
+    if method not in OWN_ATTENTION:
+        return
+    draft = drafts.draft_model_config
+    its, of_model = _vectors(draft), _vectors(vllm_config.model_config)
+    if its != of_model:
+        fix = f"its layers keep {its} a token, this model's {of_model}, and kvtier stores both in one form"
+        raise ConfigError("speculative_config.model", draft.model, f"{fix}; use a draft like the model, or ngram")
+
+
+def _vectors(model: Any) -> str:
+    heads = "one latent (MLA)" if model.use_mla else f"{model.get_total_num_kv_heads()} KV heads"
+    return f"{heads} of {model.get_head_size()}"
 
 
 def _check_index(parallel: Any, settings: Settings) -> None:

@@ -134,6 +134,25 @@ def test_refused_engine_settings(changes: dict[str, Any], key: str, fix: str) ->
     assert fix in caught.value.fix
 
 
+def attention(heads: int, size: int, is_mla: bool = False) -> dict[str, Any]:
+    return {"use_mla": is_mla, "get_total_num_kv_heads": lambda: heads, "get_head_size": lambda: size}
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "dflash"])
+@pytest.mark.parametrize("other", [attention(4, 128), attention(8, 64), attention(8, 128, is_mla=True)])
+def test_drafts_whose_kv_has_another_form_are_refused(method: str, other: dict[str, Any]) -> None:
+    """The worker refused them after the model was loaded, by the name of a KV dtype or as an unknown layout."""
+    draft = SimpleNamespace(model="head", **other)
+    config = engine(**{f"model__{name}": value for name, value in attention(8, 128).items()})
+    config.speculative_config = SimpleNamespace(method=method, draft_model_config=draft)
+    with pytest.raises(
+        ConfigError, match=r"speculative_config.model = 'head': .* this model's 8 KV heads of 128.*ngram"
+    ):
+        compatibility.check_engine(config, settings())
+    vars(draft).update(attention(8, 128))
+    compatibility.check_engine(config, settings())
+
+
 def test_chunks_longer_than_any_prompt_are_refused() -> None:
     """Nothing was ever stored, and nothing said why."""
     compatibility.check_engine(engine(model__max_model_len=64), settings(chunk_tokens=64))
@@ -163,7 +182,7 @@ def test_models_that_load_other_weights_need_a_model_tag(architecture: str, plac
     if place == "model":
         vars(config.model_config).update(model)
     else:
-        config.speculative_config = SimpleNamespace(method="eagle", draft_model_config=SimpleNamespace(**model))
+        config.speculative_config = SimpleNamespace(method="mtp", draft_model_config=SimpleNamespace(**model))
     with pytest.raises(ConfigError, match=f"{architecture}: this model also loads weights") as caught:
         compatibility.check_engine(config, settings())
     assert caught.value.key == "model_tag"
