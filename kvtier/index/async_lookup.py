@@ -1,10 +1,10 @@
 """Prefix lookups of the scheduler: synchronous for an index on this machine, else on background threads.
 
-The scheduler's thread waits WAIT_S for a remote index, and otherwise repeats the call in its next step. After a wait in
-vain it does not wait for a while, twice as long each time: a slow index delays new requests only, not running ones. How
-quickly answers come without a wait says nothing: while the scheduler's thread computes, the other thread gets the
-interpreter lock late. The deadline, after which a request is computed, is index.lookup_timeout_s (see
-connectors/lookup_deadline.py).
+The scheduler's thread waits WAIT_S for a remote index, and otherwise repeats the call in its next step. Its waits
+take WAIT_SHARE of the time at most, after WAIT_BURST_S: many new requests at once, or a slow index, delay new
+requests and not running ones. How quickly answers come without a wait says nothing about the index: while the
+scheduler's thread computes, the other thread gets the interpreter lock late. The deadline, after which a request is
+computed, is index.lookup_timeout_s (see connectors/lookup_deadline.py).
 """
 
 import threading
@@ -20,7 +20,7 @@ from kvtier.index.base import Index
 from kvtier.runtime.threads import Jobs
 
 WAIT_S = 0.002  # seconds; a step of an engine takes ten times as long, a lookup over a network a fraction of it
-PAUSE_MIN_S, PAUSE_MAX_S = 0.02, 2.0  # seconds without waits, after the first wait in vain and at most
+WAIT_SHARE, WAIT_BURST_S = 0.02, 0.01  # of the scheduler's time, and seconds
 PENDING_MAX = 1024  # lookups that are kept until their request polls again
 ANSWER_KEPT_S = 30.0  # seconds; a request polls again after a step of seconds or other requests' prefills
 
@@ -76,8 +76,8 @@ class InBackground(Lookups):
         super().__init__(index, clock)
         self._jobs = jobs
         self._lookups: OrderedDict[tuple[str, bytes, bytes], _Lookup] = OrderedDict()
-        self._pause_s = 0.0  # the last one; 0 after an answer in time
-        self._waits_again_s = clock()
+        self._may_wait_s = WAIT_BURST_S  # at `_counted_s`
+        self._counted_s = clock()
 
     def resolve(self, keys: Sequence[bytes], asker: str = "") -> LookupResult | None:
         name = (asker, keys[0], keys[-1])  # keys are chained: the last one implies all before it
@@ -91,14 +91,19 @@ class InBackground(Lookups):
             # Requests that ended or were aborted never poll again.
             while len(self._lookups) > PENDING_MAX or self._is_old(next(iter(self._lookups.values()))):
                 self._lookups.popitem(last=False)
-            if lookup.asked_s >= self._waits_again_s:
-                is_quick = lookup.is_answered.wait(WAIT_S)
-                self._pause_s = 0.0 if is_quick else min(max(PAUSE_MIN_S, 2 * self._pause_s), PAUSE_MAX_S)
-                self._waits_again_s = lookup.asked_s + self._pause_s
+            self._wait(lookup)
         found = lookup.found  # read once: a result that arrives between two reads would be returned twice
         if found is not None:
             self._lookups.pop(name, None)
         return found
+
+    def _wait(self, lookup: _Lookup) -> None:
+        earned_s = WAIT_SHARE * (lookup.asked_s - self._counted_s)
+        self._may_wait_s = min(WAIT_BURST_S, self._may_wait_s + earned_s)
+        self._counted_s = lookup.asked_s
+        if self._may_wait_s > 0:
+            is_answered = lookup.is_answered.wait(WAIT_S)
+            self._may_wait_s -= self._clock() - lookup.asked_s if is_answered else WAIT_S
 
     def _is_old(self, lookup: _Lookup) -> bool:
         return lookup.is_answered.is_set() and self._clock() - lookup.answered_s > ANSWER_KEPT_S
