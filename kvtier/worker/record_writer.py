@@ -206,11 +206,12 @@ class RecordWriter:
     def _split(self, batch: SaveBatch) -> None:
         """Leave to the batch the chunks of the file that a thread opens for long, and begin the others again."""
         batch.is_split = True  # the thread looks at it after it has set `opening`
-        if batch.opening is None:  # the index is slow
+        opening = batch.opening  # read once: the thread may name the next file at any time
+        if opening is None:  # the index is slow
             batch.is_split = False
             return
-        self.ready[:0] = [item for item in batch.staged if item.file != batch.opening]
-        batch.staged = [item for item in batch.staged if item.file == batch.opening]
+        self.ready[:0] = [item for item in batch.staged if item.file != opening]
+        batch.staged = [item for item in batch.staged if item.file == opening]
 
     def _open(self, batch: SaveBatch, staged: Sequence[Staged]) -> dict[Staged, Opened]:
         """Look the chunks up and open their segments, each file once. Runs in the pool, and touches no slot: at its

@@ -16,8 +16,10 @@ from kvtier.io.ring import WriteOp
 from kvtier.plan import LoadDone, SaveDone, SaveOutcome
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage import segments as segments_module
+from kvtier.storage.open_segments import Name
 from kvtier.storage.stuck_files import HUNG_FILES_MIN, StuckFiles
 from kvtier.worker import loads
+from kvtier.worker.record_writer import SaveBatch, SaveState
 from tests.support.clock import Clock
 from tests.support.rig import Engine, saved_by_another
 from tests.waiting import wait_until
@@ -398,3 +400,33 @@ def test_loads_go_on_beside_an_open_that_hangs_while_another_file_does(two_sets:
     assert found["hangs"].failed_blocks and not found["other"].failed_blocks
     hang.go_on()
     reader.close()
+
+
+def test_a_batch_is_split_once_although_its_thread_opens_the_next_file(tmp_path: Path) -> None:
+    """No chunk is lost or written twice, whenever in the turn of the loop the thread names the next file."""
+
+    class GoesOn(SaveBatch):
+        """Names the second file from the `switch_at`-th time on that it is asked."""
+
+        __slots__ = ("asked", "switch_at")
+
+        @property
+        def opening(self) -> Name | None:
+            self.asked += 1
+            return (1, 0) if self.asked <= self.switch_at else (2, 0)
+
+        @opening.setter
+        def opening(self, value: Name | None) -> None:
+            self.asked = 0
+
+    engine = Engine(tmp_path, changes=changes())
+    writer = engine.transfers[0]._saver.writer
+    staged = [SimpleNamespace(file=(number, 0)) for number in (1, 1, 2, 2)]
+    for switch_at in range(12):
+        batch = GoesOn(b"", list(staged), SaveState.OPENING, 0.0)  # type: ignore[arg-type]
+        batch.switch_at = switch_at
+        writer.ready = []
+        writer._split(batch)
+        both = [*writer.ready, *batch.staged]
+        assert sorted(map(id, both)) == sorted(map(id, staged)), f"after {switch_at} questions"
+    writer.ready = []
