@@ -127,13 +127,17 @@ def _judge(segment: OpenSegment, key: bytes, location: Location) -> RecordVerdic
     start = header.slot_offset(location.slot) + PAGE_BYTES
     for number, expected in enumerate(location.checksums):
         seed = slab_seed(key, extent.first_head + number, extent.first_layer)
-        if _sum(segment.fd, start + number * header.slab_bytes, header.slab_bytes, seed, buffer) != expected:
+        slab = start + number * header.slab_bytes
+        found = _sum(segment.fd, slab, header.slab_bytes, seed, buffer)
+        if found is None and os.fstat(segment.fd).st_size >= slab + header.slab_bytes:
+            return RecordVerdict.UNKNOWN  # a target is away: the file has the slab, but reads end before it
+        if found != expected:
             return RecordVerdict.OTHER
     return RecordVerdict.AS_SUMMED
 
 
 def _sum(fd: int, start: int, n_bytes: int, seed: int, buffer: AlignedBuffer) -> int | None:
-    """Return the checksum of a slab; None where the file ends before it."""
+    """Return the checksum of a slab; None where reads end before it."""
     total = 0
     for done in range(0, n_bytes, buffer.n_bytes):
         piece = min(buffer.n_bytes, n_bytes - done)
@@ -144,7 +148,7 @@ def _sum(fd: int, start: int, n_bytes: int, seed: int, buffer: AlignedBuffer) ->
 
 
 def _read_fully(fd: int, view: memoryview, offset: int) -> bool:
-    """Fill the buffer. Return False if the file ends before. A read may return less than was asked for; the rest is
+    """Fill the buffer. Return False if reads end before. A read may return less than was asked for; the rest is
     read next."""
     while view:
         n_read = os.preadv(fd, [view], offset)

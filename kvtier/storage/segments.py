@@ -459,7 +459,10 @@ def _write_page(fd: int, page: bytes, offset: int = 0) -> None:
 
 
 def _read_page(fd: int, offset: int) -> bytes:
-    """Read one page; shorter at the end of the file."""
+    """Read one page; shorter at the end of the file. Raise OSError if the read ends before: with a target away, reads
+    of a striped file system may end too soon, and what is missing then is no damage of the file."""
     with mmap.mmap(-1, PAGE_BYTES) as buffer:
         n_bytes = os.preadv(fd, [buffer], offset)
+        if n_bytes < PAGE_BYTES and os.fstat(fd).st_size >= offset + PAGE_BYTES:
+            raise OSError(errno.EIO, "a read ended before the end of the file; is part of the storage down?")
         return bytes(buffer[:n_bytes])

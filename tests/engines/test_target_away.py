@@ -1,12 +1,15 @@
 """Engines' halves on a striped file system of which one target is away, with the errors that Lustre gave: what the
 others hold is loaded and saved, everything ends in time, and nothing is lost."""
 
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvtier.index.entry import locations_of
+from kvtier.maintenance.record_check import RecordVerdict, judge
 from kvtier.plan import SaveOutcome
 from kvtier.storage.segments import segment_name
 from tests.engines.targets import Targets, targets
@@ -99,3 +102,26 @@ def test_no_thread_ends_with_a_traceback(striped: Targets, monkeypatch: pytest.M
     wait_until(lambda: not reader.load(FIRST, BLOCKS)[1][0].failed_blocks, timeout_s=ANSWER_TIMEOUT_S)
     reader.close()
     assert ended == []
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_records_of_which_reads_end_too_soon_for_long_are_not_lost(striped: Targets, is_open: bool) -> None:
+    """By its size the file has them, so a target is away and no byte is known to be another."""
+    first, _ = two_sets(striped)
+    reader = engine_on(striped)
+    if is_open:  # else its header cannot be read
+        assert not reader.load(FIRST, BLOCKS)[1][0].failed_blocks
+    entries = reader.store.lookup(reader.keys(FIRST))
+    assert entries is not None and len(entries) == 2
+    striped.take_away(first, "short reads")
+    begin_load(reader, "away", FIRST, BLOCKS)
+    assert answers(reader, 1, ANSWER_TIMEOUT_S)["away"].failed_blocks
+    files = reader.transfers[0]._worker.files(reader.namespace.id)
+    for key, entry in zip(reader.keys(FIRST), entries, strict=True):
+        for location in locations_of(entry):
+            assert judge(files, key, location) is RecordVerdict.UNKNOWN
+    reader.transfers[0]._loader.rechecks._clock = lambda: math.inf  # all are due
+    reader.transfers[0]._loader.rechecks.run()
+    striped.mend()
+    assert len(reader.store.lookup(reader.keys(FIRST)) or ()) == 2
+    reader.close()

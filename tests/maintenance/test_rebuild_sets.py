@@ -286,6 +286,23 @@ def test_a_file_that_was_away_at_a_rebuild_is_read_back_by_a_sweep(
     index.close()
 
 
+def test_a_segment_of_which_reads_end_too_soon_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Lustre with a target away. It is in no index, so all that tells it from other files is its header."""
+    (path,), keys = lost(tmp_path)
+    index = opened(tmp_path)
+    keeper = Housekeeper(index, tmp_path / "v2", "me", clock=lambda: time.time() + ORPHAN_GRACE_S + CLOCK_TOLERANCE_S)
+    with monkeypatch.context() as patch:
+        preadv = os.preadv
+        patch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [memoryview(buffers[0])[:2048]], at))
+        keeper.sweep()
+        done = keeper.rebuild()
+        assert path.exists() and index.counts().sets == 0
+        assert done is not None and "is part of the storage down?" in done.unreadable[0]
+    keeper.sweep()
+    assert len(index.resolve(keys)) == 5
+    index.close()
+
+
 def test_stale_header_pages_of_a_shared_disk_retract_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another node's writer has published records that pages read through an older descriptor do not show yet."""
     paths, keys = lost(tmp_path)
