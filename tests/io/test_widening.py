@@ -78,6 +78,23 @@ def test_operations_of_a_file_that_hangs_are_skipped_however_many_wait(tmp_path:
 
 
 @pytest.mark.parametrize("what", ["reads", "writes"])
+def test_the_last_free_thread_does_not_follow_into_a_file_that_hangs(tmp_path: Path, hung: HungRead, what: str) -> None:
+    """Nothing else waits when it is added, and a file that hangs may have two threads."""
+    other, fd = open_file(tmp_path / "other", direct=False), open_file(tmp_path / "hangs", direct=False)
+    record = Record(1, 4 * PAGE_BYTES, 2)
+    with Ring(1, PIECE_BYTES) as ring:
+        blocker = held(ring, hung, what, fd)
+        for _ in range(3):
+            ring.widen(0.1)
+            time.sleep(0.15)
+        assert finished(ring.submit([record.write_op(other)]))[0].ok
+        hung.release()
+        assert [answer.error for answer in finished(blocker)] == [0] * len(blocker.slabs_of_ops)
+    os.close(fd)
+    os.close(other)
+
+
+@pytest.mark.parametrize("what", ["reads", "writes"])
 def test_saves_and_loads_of_other_files_go_on(tmp_path: Path, hung: HungRead, what: str) -> None:
     """The worker's ring, in which one file takes all the threads that it can."""
     tokens, blocks = list(range(64 * 2)), list(range(8))

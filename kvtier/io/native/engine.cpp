@@ -184,8 +184,9 @@ Engine::Next Engine::find(int kind) const {
       if (op.is_given_out()) continue;
       const auto found = files_.find(op.spec.fd);
       const InUse file = found == files_.end() ? InUse() : found->second;
-      // A file that hangs gets a second thread if no other file waits: a flush may take long where writes do not.
-      if (file.hangs && file.threads > 1) continue;
+      // A file that hangs gets a second thread if no other file waits, because a flush may take long where writes do
+      // not; but never the last thread that is free.
+      if (file.hangs && (file.threads > 1 || idle_ == 0)) continue;
       waits &= file.hangs;
       // Writes to one file exclude each other on most file systems: threads spread over the files that wait.
       const uint32_t threads = kind == kRead && !file.hangs ? 0 : file.threads;
