@@ -132,6 +132,8 @@ def _check_drafts(vllm_config: Any) -> None:
     if method == "draft_model":
         fix = "a whole draft model's layers have the same numbers as this model's, so their positions are unknown"
         raise ConfigError("speculative_config.method", "draft_model", f"{fix}; use ngram, suffix, eagle or mtp")
+    if method == "extract_hidden_states":
+        raise ConfigError("speculative_config.method", method, f"its layer keeps hidden states, not KV; {WITHOUT}")
     if method not in OWN_ATTENTION:
         return
     draft = drafts.draft_model_config

@@ -90,6 +90,11 @@ def test_a_plain_engine_passes() -> None:
             "use one or the other",
         ),
         ({"speculative_config": SimpleNamespace(method="draft_model")}, "speculative_config.method", "use ngram"),
+        (
+            {"speculative_config": SimpleNamespace(method="extract_hidden_states")},
+            "speculative_config.method",
+            "hidden states",
+        ),
         ({"parallel__enable_fault_tolerance": True}, "enable_fault_tolerance", "leave it out"),
         ({"parallel__all2all_backend": "nixl_ep"}, "all2all_backend", "leave it out"),
         ({"cache__calculate_kv_scales": True}, "calculate_kv_scales", "set it to false"),
