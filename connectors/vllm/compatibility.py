@@ -134,6 +134,10 @@ def _check_drafts(vllm_config: Any) -> None:
         raise ConfigError("speculative_config.method", "draft_model", f"{fix}; use ngram, suffix, eagle or mtp")
     if method == "extract_hidden_states":
         raise ConfigError("speculative_config.method", method, f"its layer keeps hidden states, not KV; {WITHOUT}")
+    theirs, ours = getattr(drafts, "kv_cache_dtype", None), str(vllm_config.cache_config.cache_dtype)
+    if theirs is not None and _plain(theirs) != ours:
+        fix = f"kvtier stores a draft's KV in the form of the model's, whose kv_cache_dtype is {ours}; leave it out"
+        raise ConfigError("speculative_config.kv_cache_dtype", _plain(theirs), fix)
     if method not in OWN_ATTENTION:
         return
     draft = drafts.draft_model_config

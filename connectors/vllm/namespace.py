@@ -344,9 +344,6 @@ def _draft_settings(speculative: Any, model: Any, load: Any) -> dict[str, Any]:
     quantization = getattr(speculative, "quantization", None)
     if quantization not in (None, model.quantization):
         found["quantization"] = str(quantization)
-    cache_dtype = getattr(speculative, "kv_cache_dtype", None)
-    if cache_dtype is not None:
-        found["kv_cache_dtype"] = str(cache_dtype)
     return found
 
 

@@ -95,6 +95,11 @@ def test_a_plain_engine_passes() -> None:
             "speculative_config.method",
             "hidden states",
         ),
+        (
+            {"speculative_config": SimpleNamespace(method="mtp", kv_cache_dtype="fp8")},
+            "speculative_config.kv_cache_dtype",
+            "kv_cache_dtype is auto; leave it out",
+        ),
         ({"parallel__enable_fault_tolerance": True}, "enable_fault_tolerance", "leave it out"),
         ({"parallel__all2all_backend": "nixl_ep"}, "all2all_backend", "leave it out"),
         ({"cache__calculate_kv_scales": True}, "calculate_kv_scales", "set it to false"),
