@@ -8,9 +8,9 @@ It adds to LMDB:
   stopped process (I10). The kernel releases both when their owner is killed.
 - Fork safety: `os.register_at_fork` waits for running transactions, and the child closes the inherited environment.
 - Replacement of the files: they are written without fsync, so files of another boot are discarded, as are those that
-  LMDB reports as corrupt, and data whose lock file is gone (another process may still hold the old locks). A process
-  discards files by unlinking them under the writer lock; the others notice that the path has other files than their
-  open ones, and open the new ones.
+  LMDB reports as corrupt, and data and lock file where one of them is gone: another process may still have both open,
+  and LMDB keeps the number of the last transaction in the lock file. A process discards files by unlinking them under
+  the writer lock; the others notice that the path has other files than their open ones, and open the new ones.
 - A reserve: LMDB writes new pages even for removals, so on a full disk eviction would fail. Transactions that add keep
   some bytes allocated behind the used pages for those that do not.
 - Preallocation of LMDB's reader table, which is mapped: on a full disk the first write into a hole is a SIGBUS.
@@ -356,11 +356,11 @@ class SharedEnvironment:
         if os.stat(self.path).st_mode & 0o077:
             os.chmod(self.path, 0o700)
         remove_strange(self.path, _FILES)
-        self._lock_file = self._make(_LOCK, os.O_RDWR)
+        self._lock_file, _ = self._make(_LOCK, os.O_RDWR)
         with file_lock(self._lock_file, deadline):
             self._check_stamp()
-            if self._has(_DATA) and not self._has(_LMDB_LOCK):
-                log.warning("the lock file of the index %s is gone: starting an empty one", self.path)
+            if self._has(_DATA) != self._has(_LMDB_LOCK):
+                log.warning("a file of the index %s is gone: starting an empty one", self.path)
                 self._unlink()
             try:
                 opened = self._open_env()
@@ -401,17 +401,28 @@ class SharedEnvironment:
             log.warning("the index %s is from another boot or format: starting an empty one", self.path)
             self._unlink()
         new_path = os.path.join(self.path, _NEW_STAMP)
-        with open(self._make(_NEW_STAMP, os.O_WRONLY | os.O_TRUNC), "w") as file:
+        with open(self._make(_NEW_STAMP, os.O_WRONLY | os.O_TRUNC)[0], "w") as file:
             file.write(self._stamp)
         os.replace(new_path, stamp_path)
 
     def _open_env(self) -> OpenEnvironment:
-        descriptor = self._make(_LMDB_LOCK, os.O_RDWR)
+        locks, is_new_lock = self._make(_LMDB_LOCK, os.O_RDWR)
         try:
-            os.posix_fallocate(descriptor, 0, _READERS_BYTES)
+            os.posix_fallocate(locks, 0, _READERS_BYTES)
+            of_locks = os.fstat(locks)
         finally:
-            close_file(descriptor)
-        os.close(self._make(_DATA, os.O_RDWR))
+            close_file(locks)
+        data, is_new = self._make(_DATA, os.O_RDWR)
+        try:
+            if is_new != is_new_lock:
+                raise self._being_removed()
+            identity = tuple(map(_device_and_inode, (os.fstat(data), of_locks, os.fstat(self._lock_file))))
+            return self._open_files(identity)
+        finally:
+            os.close(data)  # not before LMDB has the same file open: no other one has got its inode
+
+    def _open_files(self, identity: Identity) -> OpenEnvironment:
+        """Open the files with LMDB, which opens them by their names. identity: those that it must find there."""
         open_it = partial(
             lmdb.open,
             self.path,
@@ -431,9 +442,8 @@ class SharedEnvironment:
             env, close = open_with_another_id(open_it)
         try:
             env.reader_check()
-            identity = self._identity()
-            if identity is None:
-                raise IndexUnavailable(f"index {self.path}: its files are being removed")
+            if self._identity() != identity:
+                raise self._being_removed()
             opened = OpenEnvironment(env, identity, close)
             # The first read of a missing page of a truncated file would be a SIGBUS.
             data_bytes = os.stat(os.path.join(self.path, _DATA)).st_size
@@ -445,15 +455,22 @@ class SharedEnvironment:
             close()
             raise
 
-    def _make(self, name: str, access: int) -> int:
-        """Open one of the files; create it if it is missing. Raises OSError."""
+    def _being_removed(self) -> lmdb.CorruptedError:
+        """Unlink data and lock file, of which others may have one open beside another file, and return the error."""
+        self._unlink()
+        return lmdb.CorruptedError("its files are being removed")
+
+    def _make(self, name: str, access: int) -> tuple[int, bool]:
+        """Open one of the files; create it if it is missing. Return its descriptor, and whether it was created. Raises
+        OSError."""
         path = os.path.join(self.path, name)
-        try:
-            descriptor = os.open(path, _OPENING | access | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            return os.open(path, _OPENING | access | os.O_CREAT, 0o600)
-        hand_over(path)
-        return descriptor
+        while True:
+            with contextlib.suppress(FileExistsError):
+                descriptor = os.open(path, _OPENING | access | os.O_CREAT | os.O_EXCL, 0o600)
+                hand_over(path)
+                return descriptor, True
+            with contextlib.suppress(FileNotFoundError):  # it was removed since then
+                return os.open(path, _OPENING | access), False
 
     def _discard(self, opened: OpenEnvironment) -> None:
         """Unlink the files if they are still those of `opened`; the next access starts an empty index."""
