@@ -23,7 +23,7 @@ from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.storage.open_segments import OpenSegment
-from kvtier.storage.segments import SegmentFiles, SegmentFolders, segment_name
+from kvtier.storage.segments import SegmentFiles, SegmentFolders, refuse_early_end, segment_name
 
 RECHECK_S = 1.0  # time after which a record is looked at again, seconds; clients showed new bytes within it
 RECHECK_INTERVAL_S = 0.5  # interval between two looks for records that are due, seconds
@@ -127,17 +127,13 @@ def _judge(segment: OpenSegment, key: bytes, location: Location) -> RecordVerdic
     start = header.slot_offset(location.slot) + PAGE_BYTES
     for number, expected in enumerate(location.checksums):
         seed = slab_seed(key, extent.first_head + number, extent.first_layer)
-        slab = start + number * header.slab_bytes
-        found = _sum(segment.fd, slab, header.slab_bytes, seed, buffer)
-        if found is None and os.fstat(segment.fd).st_size >= slab + header.slab_bytes:
-            return RecordVerdict.UNKNOWN  # a target is away: the file has the slab, but reads end before it
-        if found != expected:
+        if _sum(segment.fd, start + number * header.slab_bytes, header.slab_bytes, seed, buffer) != expected:
             return RecordVerdict.OTHER
     return RecordVerdict.AS_SUMMED
 
 
 def _sum(fd: int, start: int, n_bytes: int, seed: int, buffer: AlignedBuffer) -> int | None:
-    """Return the checksum of a slab; None where reads end before it."""
+    """Return the checksum of a slab; None where the file ends before it."""
     total = 0
     for done in range(0, n_bytes, buffer.n_bytes):
         piece = min(buffer.n_bytes, n_bytes - done)
@@ -148,11 +144,12 @@ def _sum(fd: int, start: int, n_bytes: int, seed: int, buffer: AlignedBuffer) ->
 
 
 def _read_fully(fd: int, view: memoryview, offset: int) -> bool:
-    """Fill the buffer. Return False if reads end before. A read may return less than was asked for; the rest is
-    read next."""
+    """Fill the buffer. Return False if the file ends before. A read may return less than was asked for; the rest is
+    read next. Raises as `refuse_early_end`."""
     while view:
         n_read = os.preadv(fd, [view], offset)
         if n_read == 0:
+            refuse_early_end(fd, offset + len(view))
             return False
         view, offset = view[n_read:], offset + n_read
     return True

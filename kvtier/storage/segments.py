@@ -459,10 +459,18 @@ def _write_page(fd: int, page: bytes, offset: int = 0) -> None:
 
 
 def _read_page(fd: int, offset: int) -> bytes:
-    """Read one page; shorter at the end of the file. Raise OSError if the read ends before: with a target away, reads
-    of a striped file system may end too soon, and what is missing then is no damage of the file."""
+    """Read one page; shorter at the end of the file. Raises as `refuse_early_end`."""
     with mmap.mmap(-1, PAGE_BYTES) as buffer:
         n_bytes = os.preadv(fd, [buffer], offset)
-        if n_bytes < PAGE_BYTES and os.fstat(fd).st_size >= offset + PAGE_BYTES:
-            raise OSError(errno.EIO, "a read ended before the end of the file; is part of the storage down?")
+        if n_bytes < PAGE_BYTES:
+            refuse_early_end(fd, offset + PAGE_BYTES)
         return bytes(buffer[:n_bytes])
+
+
+def refuse_early_end(fd: int, end: int) -> None:
+    """Raise OSError if the file has all bytes before `end`, although a read of them ended sooner.
+
+    Reads of a striped file system do so while a target is away. The bytes that they lack are not damaged.
+    """
+    if os.fstat(fd).st_size >= end:
+        raise OSError(errno.EIO, "a read ended before the end of the file; is part of the storage down?")
