@@ -38,16 +38,20 @@ class Engines(NamedTuple):
 
     def widen(self, hung_after_s: float) -> None:
         """Add threads to rings beside those that hang; see `Ring.widen`. A failure is logged."""
-        for ring in {id(engine): engine for engine in self[:2] if isinstance(engine, Ring)}.values():
+        for engine in self._distinct():
             try:
-                ring.widen(hung_after_s)
+                if isinstance(engine, Ring):
+                    engine.widen(hung_after_s)
             except TierUnavailable as fault:
                 _failures.warning("widen", "%s", fault)
 
     def close(self) -> bool:
         """Close both. Return False if an operation hangs in the kernel: its threads are left running."""
-        closed = [engine.close() for engine in {id(engine): engine for engine in (self.reader, self.ring)}.values()]
+        closed = [engine.close() for engine in self._distinct()]
         return all(closed)
+
+    def _distinct(self) -> tuple[Reader, ...]:
+        return (self.ring,) if self.reader is self.ring else (self.reader, self.ring)
 
 
 class EngineChoice(NamedTuple):

@@ -40,7 +40,7 @@ class Progress(NamedTuple):
 
 class TransferJobs(NamedTuple):
     """Threads of a worker. loop: one, of all loads and saves; load, save: of their work that waits for storage or the
-    index; tidy: one, of what else does."""
+    index; tidy: one, of `Transfer.tidy`, which waits for them too."""
 
     loop: Jobs
     load: Jobs
@@ -170,7 +170,7 @@ class Transfer:
     def _leave_files(self) -> None:
         """Give back what our segments do not need, and slots of I/O that has returned. Waits for the storage."""
         # `drain` returns once the work of the last task is done; its thread ends it afterwards.
-        if all(jobs.drain(CLOSE_TIMEOUT_S / 4) for jobs in self._jobs[:3]):
+        if all(jobs.drain(CLOSE_TIMEOUT_S / 4) for jobs in (self._jobs.loop, self._jobs.load, self._jobs.save)):
             self._saver.writer.trim()
         self._worker.quarantine.sweep()
 
