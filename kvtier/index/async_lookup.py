@@ -20,7 +20,8 @@ from kvtier.index.base import Index
 from kvtier.runtime.threads import Jobs
 
 WAIT_S = 0.002  # seconds; a step of an engine takes ten times as long, a lookup over a network a fraction of it
-WAIT_SHARE, WAIT_BURST_S = 0.02, 0.01  # of the scheduler's time, and seconds
+WAIT_SHARE = 0.02  # share of the scheduler's time that its waits may take
+WAIT_BURST_S = 0.01  # waits that it may make at once after a time without any, seconds
 PENDING_MAX = 1024  # lookups that are kept until their request polls again
 ANSWER_KEPT_S = 30.0  # seconds; a request polls again after a step of seconds or other requests' prefills
 
@@ -76,7 +77,7 @@ class InBackground(Lookups):
         super().__init__(index, clock)
         self._jobs = jobs
         self._lookups: OrderedDict[tuple[str, bytes, bytes], _Lookup] = OrderedDict()
-        self._may_wait_s = WAIT_BURST_S  # at `_counted_s`
+        self._may_wait_s = WAIT_BURST_S  # time left for waits, as of `_counted_s`
         self._counted_s = clock()
 
     def resolve(self, keys: Sequence[bytes], asker: str = "") -> LookupResult | None:
