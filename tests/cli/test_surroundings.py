@@ -50,6 +50,6 @@ def test_a_closed_output_is_said(root: Path) -> None:
 
 @pytest.mark.parametrize("words", [["stats", "ROOT"], ["--version"], ["plan", "--help"]])
 def test_a_full_output_is_said_once(words: list[str], root: Path) -> None:
-    """What ends before a command begins ended in a traceback."""
+    """Words that end the program before a command begins are answered without a traceback, too."""
     status, _, err = run(*(root if word == "ROOT" else word for word in words), shell=">/dev/full")
     assert status == 2 and len(err.splitlines()) == 1 and "No space left" in err

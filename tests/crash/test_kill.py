@@ -1,4 +1,4 @@
-"""SIGKILL at 8 random moments of a writer: chunks that are offered afterwards are right, chunks that were reported as
+"""SIGKILL at 12 random moments of a writer: chunks that are offered afterwards are right, chunks that were reported as
 saved are offered, and `verify` finds nothing bad."""
 
 import json
@@ -29,7 +29,7 @@ def kill_writers(root: Path, kills: int, seed: int) -> list[dict[str, Any]]:
 
 
 def test_killed_writers_leave_nothing_wrong(tmp_path: Path) -> None:
-    results = kill_writers(tmp_path, 8, SEED)
+    results = kill_writers(tmp_path, 12, SEED)
     assert results[-1]["loaded"] >= 15, "the writers saved next to nothing; the test proves nothing"
     assert results[-1]["claimed"] >= 15
 

@@ -12,8 +12,6 @@ from tests.network_fs.bed import STOP_TIMEOUT_S
 from tests.network_fs.beds import Gluster
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.soak  # as all tests that need beds to end after a fault
-
 END_TIMEOUT_S = 60.0  # of a script and its guest, on a machine that runs more than it can; seconds
 SCRIPT = Path(__file__).with_name("nfs_guest.sh")
 
