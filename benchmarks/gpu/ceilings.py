@@ -20,10 +20,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks import report
+from kvtier.format.geometry import PAGE_BYTES
 
 THREADS = 16
 PIECE_BYTES = 4 << 20
-PAGE_BYTES = 4096  # direct reads are of whole pages
 # Threads and bytes of a piece: the storage's rate is the best of these.
 READ_GRID = ((16, 4 << 20), (16, 1 << 20), (8, 4 << 20), (8, 1 << 20), (64, 1 << 20))
 COPY_PIECE_BYTES = 64 << 20

@@ -155,15 +155,15 @@ def _fastsafetensors(files: list[Path], place: Place) -> Iterator[object]:
 
 PEERS = {"instanttensor": _instanttensor, "fastsafetensors": _fastsafetensors, "auto": _auto}
 IN_VLLM = "vllm:"  # prefix of a load format: vLLM's own loader of that format
+CEILINGS = ("reads-of-shards", "pinned-copies")  # no loaders: what both ranks together could reach at most
 LOADERS = {  # by the number of ranks; with two all are vLLM's
     1: ("kvtier", "kvtier-verified", *PEERS, "vllm:kvtier", "vllm:kvtier-stored", *(f"{IN_VLLM}{p}" for p in PEERS)),
     2: (
         *("auto", "kvtier-verified", "kvtier-stored-verified", "kvtier-stored", "kvtier-shards-verified"),
         *("kvtier-shards", "fastsafetensors", "instanttensor", "instanttensor@COPY=0"),
-        *("instanttensor@CONCURRENCY=15+IO_DEPTH=64", "reads-of-shards", "pinned-copies"),
+        *("instanttensor@CONCURRENCY=15+IO_DEPTH=64", *CEILINGS),
     ),
 }
-CEILINGS = ("reads-of-shards", "pinned-copies")  # no loaders: what both ranks together could reach at most
 ONCE = {1: f"{IN_VLLM}auto", 2: "auto"}
 
 

@@ -80,9 +80,6 @@ class VersusFolder:
     def _extra(self, name: str) -> dict[str, Any]:
         contestant = CONTESTANTS[name]
         if contestant.system == "native":
-            return {"cpu_bytes_to_use": max(NATIVE_CPU_BYTES, self._longest_bytes() * 3 // 2)}
+            longest_bytes = self.setup.token_bytes * self.setup.llm["max_model_len"]
+            return {"cpu_bytes_to_use": max(NATIVE_CPU_BYTES, longest_bytes * 3 // 2)}
         return (self.setup.extra if contestant.system == "kvtier" else {}) | contestant.extra
-
-    def _longest_bytes(self) -> int:
-        """Return the bytes of the longest prompt's KV."""
-        return int(self.setup.token_bytes * self.setup.llm["max_model_len"])
