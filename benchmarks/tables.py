@@ -276,7 +276,8 @@ simple(
 
 for name, about in {
     "": "kvtier with 16 threads a rank",
-    "_peers": "nothing else ran; reads-of-shards and pinned-copies are ceilings of both ranks at once",
+    "_peers": "in the first of three turns tests ran on another GPU; reads-of-shards and pinned-copies are ceilings of "
+    "both ranks at once",
 }.items():
     simple(
         f"weights-two-ranks{name.replace('_', '-')}",
