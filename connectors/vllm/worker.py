@@ -61,7 +61,8 @@ class WorkerHalf:
         self._rank = 0
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Open the tier over the engine's KV cache. Raises ConfigError."""
+        """Open the tier over the engine's KV cache, after closing it over an earlier one. Raises ConfigError."""
+        self.close()
         names = in_layer_order(self._kv_cache_config.kv_cache_groups[0].layer_names)
         check_layers(self._vllm_config, names)
         identity = identity_of(self._vllm_config, self._spec, names, self._settings)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -146,6 +147,8 @@ class ChunkLoader:
     """Steps of the chunks of a worker. Not thread-safe: called on the loop's thread.
 
     in_state: the chunks of each state, in the order in which they reached it; a turn goes through these states.
+    scattering: held while a scatter is launched; on the CPU, until it is done. is_stopped: nothing is scattered any
+    more; changed under that lock, by another thread.
     """
 
     def __init__(
@@ -163,6 +166,8 @@ class ChunkLoader:
         self._n_host_copies = 0  # under way
         self._host_copies_max = min(HOST_COPIES_MAX, max(1, HOST_COPIES_BYTES // worker.arena.slot_bytes))
         self.begun_together = OPENED_TOGETHER if self._landing is None else 1
+        self.scattering = threading.Lock()
+        self.is_stopped = False
 
     def set_state(self, fetches: Iterable[Fetch], state: State) -> None:
         entered = self.in_state.get(state)

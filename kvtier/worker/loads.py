@@ -112,6 +112,16 @@ class Loader:
                     timings, self._timings = self._timings, []
                     return done, timings
 
+    def stop(self, timeout_s: float) -> bool:
+        """Fail the loads under way. No scatter begins after this returns, whenever a read that hangs ends. Return False
+        if launched scatters had not ended after `timeout_s`."""
+        with self._chunks.scattering:
+            self._chunks.is_stopped = True
+        if self._unanswered:
+            self._loop.post(self._fail_all)
+        with self._loop.changed:
+            return self._loop.changed.wait_for(lambda: not self._unanswered, timeout_s)
+
     # --- the loop's thread ---
 
     def turn(self) -> Turn:
@@ -163,7 +173,10 @@ class Loader:
             load.is_free = load.is_free or self._worker.order.is_done(load.after)
         among = [load for load in loads if load.is_free] or [min(loads, key=lambda load: load.asked_s)]
         moving = [(fetch, part) for fetch, part in verified if part.load in among][: self._together]
-        mark = self._chunks.scatter(moving, [] if among[0].is_free else [among[0].after])
+        with self._chunks.scattering:
+            if self._chunks.is_stopped:
+                return has_moved, False
+            mark = self._chunks.scatter(moving, [] if among[0].is_free else [among[0].after])
         now_s = self._worker.clock()
         for fetch, part in moving:
             fetch.wanted_by.remove(part)
@@ -226,6 +239,10 @@ class Loader:
                 else:
                     self._cut(load, 0, FetchFailed("its time is over"))
         return has_moved
+
+    def _fail_all(self, _: object) -> None:
+        for load in self.work:
+            self._cut(load, 0, FetchFailed("the worker is closed"))
 
     def _begin(self) -> bool:
         """Begin chunks of the loads in their order, as many as the window and the arena have room for."""

@@ -137,7 +137,10 @@ class Transfer:
         return self._loop.drain(timeout_s)
 
     def close(self) -> None:
-        """End the background work; what is still queued is dropped. Call `drain` first."""
+        """End the background work; loads under way fail, and what is still queued is dropped. No byte reaches the pages
+        after this returns. Call `drain` first."""
+        if not self._loader.stop(CLOSE_TIMEOUT_S):
+            log.warning("the device does not end its copies into the KV cache; its memory must not be freed")
         for ticker in self._tickers:
             ticker.close(CLOSE_TIMEOUT_S)
         for jobs in self._jobs:

@@ -10,7 +10,7 @@ import logging
 import pickle
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -28,6 +28,7 @@ from kvtier.connectors.vllm.messages import ReportMetadata, StepMetadata
 from kvtier.connectors.vllm.requests import GivenBlocks, view_of
 from kvtier.connectors.vllm.save_progress import Frontiers, StepsBehind
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
+from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.plan import SaveOutcome
 
 from .fakes import answer_to_save
@@ -228,3 +229,14 @@ def test_chunks_of_a_draft_model_wait_a_step(half: SchedulerHalf) -> None:
     half._frontiers = Frontiers(True, StepsBehind(1, 2), Adapters())
     half.build_step(scheduled([], [("b", [1], 10)], set()))
     assert half._bridge.advanced[0][1] == 10  # type: ignore[attr-defined]
+
+
+def test_a_new_kv_cache_ends_what_is_moved_into_the_earlier_one() -> None:
+    """vLLM may give the earlier one's memory to something else."""
+    half, ended = object.__new__(WorkerHalf), []
+    half._bridge = cast(Any, SimpleNamespace(close=ended.append))
+    half._settings = cast(Any, SimpleNamespace(shutdown_drain_s=3.0))
+    half._kv_cache_config = SimpleNamespace(kv_cache_groups=())
+    with pytest.raises(IndexError):
+        half.register({})
+    assert ended == [3.0] and half._bridge is None

@@ -1,6 +1,7 @@
 """Storage of which one file hangs, as on a striped file system with a target away: saves and loads of it end in time,
 and those of other files go on."""
 
+import itertools
 import os
 import threading
 import time
@@ -8,18 +9,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from kvtier.index.entry import first_set
-from kvtier.io.ring import WriteOp
+from kvtier.io.ring import Batch, WriteOp
 from kvtier.plan import LoadDone, SaveDone, SaveOutcome
+from kvtier.runtime.threads import begin
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage import segments as segments_module
 from kvtier.storage.open_segments import Name
 from kvtier.storage.stuck_files import HUNG_FILES_MIN, StuckFiles
 from kvtier.worker import loads
 from kvtier.worker.record_writer import SaveBatch, SaveState
+from kvtier.worker.transfer import CLOSE_TIMEOUT_S
 from tests.support.clock import Clock
 from tests.support.rig import Engine, saved_by_another
 from tests.waiting import wait_until
@@ -430,3 +435,59 @@ def test_a_batch_is_split_once_although_its_thread_opens_the_next_file(tmp_path:
         both = [*writer.ready, *batch.staged]
         assert sorted(map(id, both)) == sorted(map(id, staged)), f"after {switch_at} questions"
     writer.ready = []
+
+
+@pytest.mark.parametrize("how", ["read", "open"])
+def test_no_byte_of_a_load_that_hung_reaches_the_pages_after_close(
+    two_sets: Path, hang: Hang, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}))
+    worker, hangs = reader.transfers[0]._worker, threading.Event()
+    if how == "read":  # the bytes come, but the ring does not say so before `hangs` is set
+        states, n_asked = worker.io.reader.states, itertools.count()
+
+        def hang_first(batches: Sequence[Batch]) -> bytes:
+            next(n_asked)
+            return states(batches) if hangs.is_set() else bytes(len(batches))
+
+        monkeypatch.setattr(worker.io.reader, "states", hang_first)
+    else:
+        hang.names = set(segment_files(two_sets))
+        hang.of(os, "open")
+    begin_load(reader, "hangs", FIRST, BLOCKS)
+    wait_until(lambda: hang.n_hanging if how == "open" else next(n_asked) > 5)
+    started_s = time.monotonic()
+    reader.transfers[0].close()
+    assert time.monotonic() - started_s < 5
+    (done,) = reader.transfers[0].poll().loads
+    assert done.failed_blocks == set(BLOCKS), "it is answered, so nobody waits for it"
+    before = reader.blocks(BLOCKS)
+    hangs.set()
+    hang.go_on()
+    wait_until(lambda: not any(jobs.pending() for jobs in reader.transfers[0]._jobs))
+    time.sleep(0.1)
+    assert all(map(torch.equal, reader.blocks(BLOCKS), before))
+
+
+def test_close_waits_for_a_scatter_under_way(two_sets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}))
+    (transfer,) = reader.transfers
+    may_scatter, has_begun, decode = threading.Event(), threading.Event(), type(transfer._worker.codec).decode
+
+    def slow(*args: Any) -> None:
+        has_begun.set()
+        may_scatter.wait(10)
+        decode(*args)
+
+    monkeypatch.setattr(type(transfer._worker.codec), "decode", slow)
+    begin_load(reader, "slow", FIRST, BLOCKS)
+    assert has_begun.wait(10)
+    closed = begin("close", transfer.close)
+    time.sleep(CLOSE_TIMEOUT_S + 0.5)
+    assert not closed.done()
+    may_scatter.set()
+    closed.result(10)
+    before = reader.blocks(BLOCKS)
+    (done,) = transfer.poll().loads
+    time.sleep(0.1)
+    assert all(map(torch.equal, reader.blocks(BLOCKS), before)) and len(done.failed_blocks) < len(BLOCKS)
