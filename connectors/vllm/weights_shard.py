@@ -66,15 +66,13 @@ def plans(folder: Path, tensor_size: int, dtype: str = AUTO) -> Iterator[RankPla
 
 
 def shard(
-    folder: Path, tensor_size: int, out: Path, begin: Callable[[int], Callable[[int], object]], dtype: str = AUTO
+    folder: Path, tensor_size: int, out: Path, progress: Callable[[int, int], object], dtype: str = AUTO
 ) -> ShardManifest:
     """Write the shards of all ranks. Go on where an earlier call ended. Return the manifest.
 
-    begin: is called with the bytes of all shards, and returns what is called with bytes that are written.
-    dtype: as vLLM's --dtype.
+    progress: is called with (bytes that are written, bytes of all shards). dtype: as vLLM's --dtype.
     Raises ConfigError, TierUnavailable without room, WeightsUnreadable, WeightsDamaged, OSError.
     """
-    report: list[Callable[[int], object]] = []
     with refusals_of_vllm(folder):
         config = _config(folder, tensor_size, dtype)
         model_config = config.model_config
@@ -87,13 +85,12 @@ def shard(
             quantization=None if model_config.quantization is None else str(model_config.quantization),
         )
         with locked_folder(out), WeightReader() as reader:
-            place = ShardFolder(out, wanted, lambda n_bytes: report[0](n_bytes))
+            place = ShardFolder(out, wanted, progress)
             for rank in range(tensor_size):
                 with as_rank(config, rank):
                     state = _rank_state(rank, config, reader)
                     if rank == 0:
                         place.check_room(state.n_bytes * tensor_size)
-                        report.append(begin(state.n_bytes * tensor_size))
                     place.write_rank(state, reader)
             is_untied = getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
             return place.finish(folder, reader, is_untied=is_untied)

@@ -4,7 +4,6 @@ weight files (`verify`), and the rate at which they load (`bench`)."""
 import os
 import shlex
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -126,18 +125,8 @@ def shard(
     room as the checkpoint, and more where ranks share tensors.
     """
     engine = _engine(folder)
-    with progress("sharding") as bar:
-
-        def begin(total_bytes: int) -> Callable[[int], None]:
-            done = [0]
-
-            def advance(n_bytes: int) -> None:
-                done[0] += n_bytes
-                bar(done[0], total_bytes)
-
-            return advance
-
-        made = engine.shard(folder, tp, out, begin, dtype)
+    with progress("sharding") as show:
+        made = engine.shard(folder, tp, out, show, dtype)
     total, ranks = size(sum(made.files.values())), counted(tp, "rank")
     command = f"vllm serve {shlex.quote(str(out))} -tp {tp} --load-format kvtier"
     print(f"{counted(len(made.files), 'shard')}, {total}, for {ranks} of vLLM {made.release}: {command}")

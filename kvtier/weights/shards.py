@@ -96,13 +96,14 @@ def locked_folder(folder: Path) -> Iterator[None]:
 class ShardFolder:
     """Folder of shards that is being written."""
 
-    def __init__(self, folder: Path, manifest: ShardManifest, progress: Callable[[int], object]) -> None:
+    def __init__(self, folder: Path, manifest: ShardManifest, progress: Callable[[int, int], object]) -> None:
         """Begin, or go on where an earlier attempt at the same shards ended. Raises ConfigError.
 
         folder: locked by the caller with `locked_folder`.
-        progress: is called with the bytes of each tensor that is written, or was before.
+        progress: is called with (bytes that are written, bytes of all shards) after each tensor.
         """
         self._folder, self._manifest, self._progress = folder, manifest, progress
+        self._done_bytes, self._total_bytes = 0, 0
         self._files: dict[str, int] = {}
         earlier = read_shard_manifest(folder, PARTIAL)
         if earlier is None and any(not entry.name.startswith(".") for entry in folder.iterdir()):
@@ -117,6 +118,7 @@ class ShardFolder:
 
     def check_room(self, n_bytes: int) -> None:
         """Refuse to begin what will not fit. n_bytes: of all shards. Raises TierUnavailable."""
+        self._total_bytes = n_bytes
         written = sum(path.stat().st_size for path in self._folder.glob("model-rank-*"))
         free = FreeSpace.of(os.statvfs(self._folder)).n_bytes
         missing = n_bytes + ROOM_TO_SPARE - written - free
@@ -135,7 +137,7 @@ class ShardFolder:
             data_bytes = sum(state.state[key].nbytes for key in names)
             self._files[name] = len(header) + data_bytes
             if path.exists() and path.stat().st_size == self._files[name]:
-                self._progress(data_bytes)
+                self._tell(data_bytes)
                 continue
             try:
                 _write(path, self._contents(header, _filled(state, names, reader)))
@@ -151,7 +153,11 @@ class ShardFolder:
             dense = tensor.detach().contiguous()
             # Not by numpy: a tensor that has been an array can't be freed while others refer to it.
             yield memoryview((ctypes.c_uint8 * dense.nbytes).from_address(dense.data_ptr()))
-            self._progress(tensor.nbytes)
+            self._tell(tensor.nbytes)
+
+    def _tell(self, n_bytes: int) -> None:
+        self._done_bytes += n_bytes
+        self._progress(self._done_bytes, self._total_bytes)
 
     def finish(self, source: Path, reader: WeightReader, *, is_untied: bool = False) -> ShardManifest:
         """Copy the model's other files, sum the shards, and write the manifest.

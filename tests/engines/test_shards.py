@@ -241,7 +241,7 @@ def test_other_files_of_the_model(checkpoint: Path, tmp_path: Path) -> None:
     for name in ("1_Pooling/config.json", "onnx/model.onnx", "tf_model.h5", "flax_model.msgpack", "../secret/x"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("{}")
-    weights_shard.shard(folder, 1, out, lambda total: lambda n_bytes: None)
+    weights_shard.shard(folder, 1, out, lambda done, total: None)
     beside = {path.name for path in out.iterdir() if not path.name.startswith(("kvtier-", "model-"))}
     assert beside == {"config.json", "generation_config.json", "modules.json", "1_Pooling"}
     assert (out / "1_Pooling/config.json").read_text() == "{}"
@@ -250,7 +250,7 @@ def test_other_files_of_the_model(checkpoint: Path, tmp_path: Path) -> None:
 def test_without_room_nothing_is_begun(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards_module, "ROOM_TO_SPARE", 1 << 60)
     with pytest.raises(TierUnavailable, match="do not fit"):
-        weights_shard.shard(checkpoint, RANKS, tmp_path / "out", lambda total: lambda n_bytes: None)
+        weights_shard.shard(checkpoint, RANKS, tmp_path / "out", lambda done, total: None)
     assert not list((tmp_path / "out").glob("model-*"))
 
 
@@ -264,9 +264,9 @@ def test_a_disk_that_fills_up_is_gone_on_with(
     with monkeypatch.context() as patch:
         patch.setattr(shards_module.RankState, "n_bytes", property(lambda state: patch.setattr(os, "fsync", full) or 1))
         with pytest.raises(TierUnavailable, match="no room for .*run the command again"):
-            weights_shard.shard(checkpoint, 1, out, lambda total: lambda n_bytes: None)
+            weights_shard.shard(checkpoint, 1, out, lambda done, total: None)
     assert not list(out.glob("model-*"))
-    weights_shard.shard(checkpoint, 1, out, lambda total: lambda n_bytes: None)
+    weights_shard.shard(checkpoint, 1, out, lambda done, total: None)
     load(out, 1, 0)
 
 
@@ -274,9 +274,9 @@ def test_what_is_in_the_way_is_refused(checkpoint: Path, made: Path, tmp_path: P
     (tmp_path / "file").touch()
     for folder, reason in ((tmp_path, "not empty"), (made, "not empty")):
         with pytest.raises(ConfigError, match=reason):
-            weights_shard.shard(checkpoint, RANKS, folder, lambda total: lambda n_bytes: None)
+            weights_shard.shard(checkpoint, RANKS, folder, lambda done, total: None)
     with pytest.raises(ConfigError, match="shards already"):
-        weights_shard.shard(made, RANKS, tmp_path / "out", lambda total: lambda n_bytes: None)
+        weights_shard.shard(made, RANKS, tmp_path / "out", lambda done, total: None)
 
 
 def test_two_processes_do_not_write_into_one_folder(checkpoint: Path, tmp_path: Path) -> None:
@@ -285,8 +285,8 @@ def test_two_processes_do_not_write_into_one_folder(checkpoint: Path, tmp_path: 
         shards_module.locked_folder(tmp_path / "out"),
         pytest.raises(ConfigError, match="another process writes shards"),
     ):
-        weights_shard.shard(checkpoint, 1, tmp_path / "out", lambda total: lambda n_bytes: None)
-    weights_shard.shard(checkpoint, 1, tmp_path / "out", lambda total: lambda n_bytes: None)
+        weights_shard.shard(checkpoint, 1, tmp_path / "out", lambda done, total: None)
+    weights_shard.shard(checkpoint, 1, tmp_path / "out", lambda done, total: None)
 
 
 class Killed(BaseException):
@@ -316,7 +316,7 @@ def killed_at(step: int, kill: Kill, checkpoint: Path, out: Path) -> bool:
     """Makes shards until the `step`-th change of the folder. Returns whether it came that far."""
     kill.folder, kill.left = str(out), step
     try:
-        weights_shard.shard(checkpoint, 1, out, lambda total: lambda n_bytes: None)
+        weights_shard.shard(checkpoint, 1, out, lambda done, total: None)
         return False
     except Killed:
         return True
