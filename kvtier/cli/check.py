@@ -87,7 +87,7 @@ def check(
         few = few_sets(settings.capacity_bytes, settings.rank_set_bytes_max, None, ON_ONE_RANK)
         if model is not None:
             found.root["model is"], few = _look_at_model(settings, model)
-        warnings = (warning, few, *_look_at_rooms(settings), *_look_at_service(settings))
+        warnings = (warning, few, *_look_at_rooms(settings), _look_at_service(settings))
         found.but.extend(text for text in warnings if text)
     except (ConfigError, OSError) as fault:
         if isinstance(fault, OSError):
@@ -167,36 +167,32 @@ def _chosen(settings: Settings) -> dict[str, str]:
     return {name: text for name, text in found.items() if values[name] is None}
 
 
-def _look_at_rooms(settings: Settings) -> list[str]:
-    """Return warnings about space and memory. Raises ConfigError if an engine would not start."""
+def _look_at_rooms(settings: Settings) -> tuple[str, ...]:
+    """Return warnings about space and memory; some may be "". Raises ConfigError if an engine would not start."""
     memory = memory_here()
     n_bytes = settings.host.arena_bytes or HOST_ARENA_BYTES["cpu"]
     check_host_arena(n_bytes, memory)
-    found = (
-        beyond_the_disk(place_of(settings.root), settings.capacity_bytes),
-        out_of_inodes(place_of(settings.root)),
-        beyond_available(n_bytes, memory),
-    )
-    return [warning for warning in found if warning]
+    place = place_of(settings.root)
+    return beyond_the_disk(place, settings.capacity_bytes), out_of_inodes(place), beyond_available(n_bytes, memory)
 
 
-def _beyond_the_whole_disk(settings: Settings) -> list[str]:
-    """Return an error for a capacity set above the size of the disk: it is never reached, so it limits nothing."""
+def _beyond_the_whole_disk(settings: Settings) -> str:
+    """Return an error for a capacity set above the size of the disk, which limits nothing; "" for a smaller one."""
     disk = os.statvfs(place_of(settings.root))
     total_bytes = disk.f_blocks * disk.f_frsize
     if "capacity_bytes" not in settings.model_fields_set or settings.capacity_bytes <= total_bytes:
-        return []
+        return ""
     what = f"capacity_bytes ({exact(settings.capacity_bytes)}) is more than the disk has in all ({exact(total_bytes)})"
-    return [f"{what}: set it to less than what is free"]
+    return f"{what}: set it to less than what is free"
 
 
-def _look_at_service(settings: Settings) -> list[str]:
-    """Return a reason that stops `kvtier serve`, but no engine: an engine's host may lack its tokens."""
+def _look_at_service(settings: Settings) -> str:
+    """Return a reason that stops `kvtier serve`, but no engine: an engine's host may lack its tokens. "": none."""
     try:
         settings.server.check()
     except ConfigError as fault:
-        return [f"kvtier serve would not start: {fault.key}: {fault.fix}"]
-    return []
+        return f"kvtier serve would not start: {fault.key}: {fault.fix}"
+    return ""
 
 
 def _look_at_gpu(settings: Settings) -> None:
@@ -224,7 +220,8 @@ def _look_at_root(settings: Settings) -> CheckResult:
     kind = file_system_of(path)
     state = "there" if folder.is_dir() else "to be created"
     found = CheckResult({"root is": f"{state}, on {kind.kind} (mounted at {kind.mount_point})"}, [], [])
-    found.bad.extend(_beyond_the_whole_disk(settings))
+    if too_much := _beyond_the_whole_disk(settings):
+        found.bad.append(too_much)
     if kind.nfs_fix is not None:
         found.but.append(kind.nfs_fix)
     found.root["index is"] = _look_at_index(settings, folder, found)

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -181,23 +181,23 @@ def free_bytes(folder: Path) -> int:
     return FreeSpace.of(os.statvfs(folder)).n_bytes
 
 
-def wait_until_free(folder: Path, before_bytes: int, n_bytes: int, clock: Callable[[], float] = time.monotonic) -> int:
+def wait_until_free(folder: Path, before_bytes: int, n_bytes: int) -> int:
     """Return how much of `n_bytes` became free since the disk of `folder` had `before_bytes`. Waits at most
     SHOW_TIMEOUT_S: engines close the files of evicted sets within seconds, and some file systems free late."""
-    ends_s = clock() + SHOW_TIMEOUT_S
+    ends_s = time.monotonic() + SHOW_TIMEOUT_S
     while True:
         freed_bytes = min(n_bytes, max(0, free_bytes(folder) - before_bytes))
-        if freed_bytes >= n_bytes or clock() >= ends_s:
+        if freed_bytes >= n_bytes or time.monotonic() >= ends_s:
             return freed_bytes
         time.sleep(POLL_S)
 
 
-def holders(folder: Path, proc: Path = Path("/proc")) -> list[str]:
+def holders(folder: Path) -> list[str]:
     """Return "name (pid N)" of each process of this node, readable by this user, that has an unlinked file of `folder`
     open."""
     below = f"{folder.resolve()}/"
     found = []
-    for process in proc.glob("[0-9]*"):
+    for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             links = [link for entry in os.scandir(process / "fd") if (link := _link(entry.path)).startswith(below)]
             if any(link.endswith(DELETED) or KEPT_OPEN.fullmatch(os.path.basename(link)) for link in links):

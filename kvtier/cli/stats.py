@@ -38,12 +38,11 @@ def _stats_of_root(root: Root, as_json: bool) -> int:
     """Print what a root stores, from its folder alone."""
     with readable_index(root) as index:
         found = stats_of(root, index)
-    if not as_json:
+    if as_json:
+        namespaces = [{"id": of.namespace.id.hex(), "tokens": of.tokens, **asdict(of)} for of in found.namespaces]
+        print_json({"root": str(root.path), **asdict(found), "namespaces": namespaces})
+    else:
         _print_root(root, found)
-        return FOUND_BAD if found.unreadable else OK
-    namespaces = [{"id": of.namespace.id.hex(), "tokens": of.tokens, **asdict(of)} for of in found.namespaces]
-    values = {"n_bytes": found.n_bytes, "unreadable": found.unreadable, "namespaces": namespaces}
-    print_json({"root": str(root.path), **values})
     return FOUND_BAD if found.unreadable else OK
 
 
