@@ -9,7 +9,7 @@ from kvtier.admin.answers import BadRecord, VerifyJob
 from kvtier.admin.opened import Busy, NotThere, Opened
 from kvtier.errors import KVTierError
 from kvtier.maintenance.scrub import verify
-from kvtier.runtime.threads import Jobs, ThreadJobs
+from kvtier.runtime.threads import ThreadJobs
 
 WAITING_MAX = 2
 KEPT_MAX = 20
@@ -29,9 +29,9 @@ class _Job:
 class Verifying:
     """Thread-safe."""
 
-    def __init__(self, opened: Opened, jobs: Jobs | None = None) -> None:
+    def __init__(self, opened: Opened) -> None:
         self._opened = opened
-        self._jobs = jobs or ThreadJobs("verify", 1, WAITING_MAX)
+        self._jobs = ThreadJobs("verify", 1, WAITING_MAX)
         self._lock = threading.Lock()
         self._known: OrderedDict[str, _Job] = OrderedDict()
 

@@ -1,7 +1,6 @@
 """Host: access of the probes to kernel files and to commands, which have a deadline."""
 
 import json
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -35,9 +34,6 @@ class Host:
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
     timeout_s: float = PROBE_TIMEOUT_S
-
-    def has(self, command: str) -> bool:
-        return shutil.which(command) is not None
 
     def run(self, *command: str, timeout_s: float | None = None) -> Ran:
         """Run a command; never raises. One that hangs in the kernel is left running, for it cannot be killed."""

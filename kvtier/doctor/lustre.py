@@ -1,6 +1,7 @@
 """Lustre and EFA: the client's state, the layout that segments get, and the room on each OST."""
 
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -82,7 +83,7 @@ def _nids(host: Host) -> list[str]:
 
 def examine_lustre(host: Host, folder: Path, segment_bytes: int) -> Iterator[Diagnosis]:
     """Judge layout, OSTs and the client's parameters. `folder`: `<root>/v2`, or the nearest that exists; on Lustre."""
-    if not host.has("lfs"):
+    if shutil.which("lfs") is None:
         setstripe = _setstripe(STRIPES, [folder])
         yield Diagnosis("warn", "Lustre stripes", "unknown: there is no lfs here", f"where there is one: {setstripe}")
     else:
