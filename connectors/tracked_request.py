@@ -18,7 +18,6 @@ class RequestView:
     """A request as the engine describes it when it is first seen.
 
     tokens: all known token ids, generated ones included; a live view, without placeholders or unverified drafts.
-    prompt_tokens: number of them in the prompt.
     extras: chunk number -> inputs of the chunk's KV besides tokens (kvtier.format.namespace.join_extras).
     may_load, may_save: permissions of the request itself.
     tenant: its label; "" for none.
@@ -26,7 +25,6 @@ class RequestView:
 
     request_id: str
     tokens: Sequence[int] = ()
-    prompt_tokens: int = 0
     extras: Mapping[int, bytes] = field(default_factory=dict)
     may_load: bool = False
     may_save: bool = False

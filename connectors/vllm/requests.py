@@ -55,15 +55,8 @@ def view_of(
         extras, may_load, may_save = {}, False, False
     if getattr(request, "skip_reading_prefix_cache", False):
         may_load = False
-    return RequestView(
-        request.request_id,
-        request.all_token_ids,
-        request.num_prompt_tokens,
-        extras,
-        may_load,
-        may_save,
-        tenants.label(request.cache_salt),
-    )
+    tenant = tenants.label(request.cache_salt)
+    return RequestView(request.request_id, request.all_token_ids, extras, may_load, may_save, tenant)
 
 
 def _switches(request: Any) -> tuple[bool, bool]:

@@ -329,7 +329,7 @@ def test_the_bridge_tells_chunks_by_their_number_in_the_prompt(computed: int) ->
     bridge = SchedulerBridge(store, BlockShape(64, 16), FixedLimit(64), 2.0, Faults())  # type: ignore[arg-type]
     bridge.saves.watcher = recorder = Recorder()
     tokens = list(range(300))
-    bridge.track(RequestView("r", tokens, 300, {}, may_load=True, may_save=True))
+    bridge.track(RequestView("r", tokens, {}, may_load=True, may_save=True))
     own = chunk_keys(store.namespace_id, tokens, 64, {})
     store.stored.update(own[:3])
     bridge.hit_tokens("r", computed)
@@ -360,7 +360,7 @@ def test_a_watcher_that_fails_ends_no_request() -> None:
     store, faults = FakeStore(), Faults()
     bridge = SchedulerBridge(store, BlockShape(64, 16), FixedLimit(64), 2.0, faults)  # type: ignore[arg-type]
     bridge.saves.watcher = Failing()
-    bridge.track(RequestView("r", list(range(300)), 300, {}, may_load=True, may_save=True))
+    bridge.track(RequestView("r", list(range(300)), {}, may_load=True, may_save=True))
     assert bridge.hit_tokens("r", 0) == 0
     bridge.advance("r", 140, list(range(20)))
     during = bridge.take_step()

@@ -32,7 +32,7 @@ class Scene:
         self.bridge = SchedulerBridge(self.store, SHAPE, FixedLimit(min_load_tokens), 2.0, self.faults, self.clock)  # type: ignore[arg-type]
         self.tokens = list(range(n_tokens))
         allowed = {"extras": {}, "may_load": True, "may_save": True} | view
-        self.bridge.track(RequestView("r", self.tokens, n_tokens, **allowed))
+        self.bridge.track(RequestView("r", self.tokens, **allowed))
 
     def keys(self) -> list[bytes]:
         return chunk_keys(self.store.namespace_id, self.tokens, CHUNK, {})
@@ -63,7 +63,7 @@ def test_a_hit_that_finds_no_room_among_the_loads_waits_and_is_asked_for_again()
     scene.bridge.room.loads_max = 2
     scene.store_chunks(3)
     for name in ("a", "b", "c"):
-        scene.bridge.track(RequestView(name, scene.tokens, 300, {}, may_load=True, may_save=True))
+        scene.bridge.track(RequestView(name, scene.tokens, {}, may_load=True, may_save=True))
     for name in ("r", "a"):
         assert scene.bridge.hit_tokens(name, 0) == 192
         scene.bridge.begin_load(name, BLOCKS, 192)
@@ -151,7 +151,7 @@ def test_a_lookup_waits_its_turn_while_the_index_answers_others() -> None:
     scene.store.answers = False
     assert scene.bridge.hit_tokens("r", 0) is None
     for number in range(2 * TURNS_MAX):
-        other = RequestView(f"other-{number}", scene.tokens, 300, {}, may_load=True, may_save=True)
+        other = RequestView(f"other-{number}", scene.tokens, {}, may_load=True, may_save=True)
         scene.bridge.track(other)
         scene.store.answers = True
         scene.bridge.hit_tokens(other.request_id, 0)
@@ -161,7 +161,7 @@ def test_a_lookup_waits_its_turn_while_the_index_answers_others() -> None:
             break
     assert scene.clock.now_s == pytest.approx(TURNS_MAX * 2.0, abs=2.0), "it has a deadline all the same"
     slow = Scene()
-    slow.bridge.track(RequestView("other", slow.tokens, 300, {}, may_load=True, may_save=True))
+    slow.bridge.track(RequestView("other", slow.tokens, {}, may_load=True, may_save=True))
     slow.bridge.hit_tokens("other", 0)
     slow.store.answers = False
     assert slow.bridge.hit_tokens("r", 0) is None
@@ -304,7 +304,7 @@ def test_reset_keeps_what_is_in_the_engine_out_of_the_new_epoch() -> None:
     assert scene.bridge.reset(blocks_in_use=False)
     assert scene.store.epoch == 1
     assert not scene.bridge.chunks_pending("r", 300)
-    scene.bridge.track(RequestView("new", scene.tokens, 300, {}, True, True))
+    scene.bridge.track(RequestView("new", scene.tokens, {}, True, True))
     scene.bridge.advance("new", 64, BLOCKS)
     scene.bridge.take_step()
     assert scene.store.wanted[-1].parent == bytes([1]) * 16
@@ -322,7 +322,7 @@ def test_a_reset_that_fails_stops_the_tier_instead_of_mixing_weights() -> None:
     scene.store_chunks(4)
     scene.store.reset = None  # type: ignore[assignment, method-assign]
     assert not scene.bridge.reset(blocks_in_use=False)
-    scene.bridge.track(RequestView("new", scene.tokens, 300, {}, True, True))
+    scene.bridge.track(RequestView("new", scene.tokens, {}, True, True))
     assert scene.bridge.hit_tokens("new", 0) == 0
     assert not scene.bridge.chunks_pending("new", 300)
 

@@ -139,7 +139,7 @@ class Asking:
         self.store.lookup = lookup  # type: ignore[method-assign]
         store, shape = self.store, BlockShape(64, 16)
         self.bridge = SchedulerBridge(store, shape, FixedLimit(64), 0.5, Faults(), self.clock)  # type: ignore[arg-type]
-        self.bridge.track(RequestView("r", list(range(300)), 300, {}, True, True))
+        self.bridge.track(RequestView("r", list(range(300)), {}, True, True))
 
     def hit_tokens(self, now_s: float, computed_tokens: int = 0) -> int | None:
         self.clock.now_s = now_s
@@ -248,7 +248,7 @@ def test_an_answer_that_comes_while_one_looks_is_not_given_again() -> None:
 def test_a_request_that_waits_for_blocks_does_not_ask_again() -> None:
     store, clock = FakeStore(), Clock()
     bridge = SchedulerBridge(store, BlockShape(64, 16), FixedLimit(64), 2.0, Faults(), clock)  # type: ignore[arg-type]
-    bridge.track(RequestView("r", list(range(300)), 300, {}, True, True))
+    bridge.track(RequestView("r", list(range(300)), {}, True, True))
     asked: list[int] = []
     lookup = store.lookup
 

@@ -84,7 +84,7 @@ def test_the_first_prompt_of_a_tenant_waits_for_its_set(tmp_path: Path, monkeypa
     monkeypatch.setattr(LmdbIndex, "create_set", create_later)
     tokens = list(range(256))
     bridge = SchedulerBridge(engine.store, BlockShape(64, 16), FixedLimit(64), 2.0, Faults())
-    bridge.track(RequestView("r", tokens, 256, {}, may_load=False, may_save=True, tenant="red"))
+    bridge.track(RequestView("r", tokens, {}, may_load=False, may_save=True, tenant="red"))
     steps, deadline, plan = 0, time.monotonic() + 10, None
     while plan is None and time.monotonic() < deadline:
         if bridge.chunks_pending("r", 256):

@@ -28,7 +28,7 @@ class Scene:
         self.store = FakeStore()
         shape = BlockShape(CHUNK, BLOCK)
         self.bridge = SchedulerBridge(self.store, shape, FixedLimit(CHUNK), 2.0, Faults(), lambda: self.now_s)  # type: ignore[arg-type]
-        self.bridge.track(RequestView("r", self.tokens, PROMPT, {}, may_load=True, may_save=True))
+        self.bridge.track(RequestView("r", self.tokens, {}, may_load=True, may_save=True))
         blake3, token_bytes = namespace.blake3, namespace._token_bytes
 
         def counted(content: bytes) -> Any:
@@ -79,7 +79,7 @@ def test_each_chunk_is_hashed_once_from_the_lookup_to_the_last_generated_token(s
 
 def test_an_answer_is_not_used_again_after_a_load_failed(scene: Scene) -> None:
     """It may name the chunk that failed."""
-    scene.bridge.track(RequestView("other", scene.tokens, PROMPT, {}, may_load=True, may_save=True))
+    scene.bridge.track(RequestView("other", scene.tokens, {}, may_load=True, may_save=True))
     scene.bridge.hit_tokens("r", 0)
     scene.store.stored.update(scene.bridge._requests["r"].keys)
     scene.now_s = 10.0

@@ -44,7 +44,7 @@ class Scene:
         self.tokens[name] = tokens
         for number, key in enumerate(self.engine.keys(tokens)):
             self.numbers.setdefault(key, (name, number))
-        self.bridge.track(RequestView(name, tokens, len(tokens), {}, may_load=False, may_save=True))
+        self.bridge.track(RequestView(name, tokens, {}, may_load=False, may_save=True))
 
     def blocks(self, name: str) -> list[int]:
         return list(range(len(self.tokens[name]) // BLOCK_TOKENS))

@@ -37,7 +37,7 @@ class Scene:
         extras = {0: salt_extra(salt)} if salt else {}
         keys = chunk_keys(self.store.namespace_id, tokens, CHUNK, extras)
         self.store.stored.update(keys[:stored])
-        self.bridge.track(RequestView(name, tokens, len(tokens), extras, may_load=True, may_save=True))
+        self.bridge.track(RequestView(name, tokens, extras, may_load=True, may_save=True))
 
     def ask(self, name: str, computed: int = 0) -> int | None:
         """As the engine does: with a hit, its load begins at once. Blocks that the engine had are numbered the same."""
@@ -240,5 +240,5 @@ def test_a_switch_of_the_request_is_kept(scene: Scene) -> None:
     """A request that may not load computes, at once."""
     first = crowd(scene, 1)[0]
     scene.ask(first)
-    scene.bridge.track(RequestView("own", PREFIX, 512, {}, may_load=False, may_save=True))
+    scene.bridge.track(RequestView("own", PREFIX, {}, may_load=False, may_save=True))
     assert scene.ask("own") == 0

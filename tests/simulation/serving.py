@@ -128,7 +128,7 @@ class Serving:
             self._n_requests += 1
             name = f"{self.engine.process.name}-{self._n_requests}"
             extras = {0: salt_extra(prompt.salt)} if prompt.salt else {}
-            view = RequestView(name, prompt.tokens, len(prompt.tokens), extras, True, True, prompt.salt)
+            view = RequestView(name, prompt.tokens, extras, True, True, prompt.salt)
             keys = tracked_request.chunk_keys(self.engine.store.namespace_id, prompt.tokens, CHUNK_TOKENS, extras)
             fault = self._place.truth.learn(keys, self.weights, prompt.salt, prompt.tokens)
             if fault is not None:
