@@ -12,20 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.errors import TierUnavailable
-from kvtier.format.geometry import PAGE_BYTES, Extent
-from kvtier.format.record import RecordHeader
-from kvtier.io.calibrate import scratch_file
+from kvtier.format.geometry import PAGE_BYTES
+from kvtier.io.calibrate import FREE_SHARE, KEY, RECORD_BYTES, SLAB_BYTES, SLABS, record_buffers, scratch_file
 from kvtier.io.ring import AlignedBuffer, FlushOp, ReadOp, Ring, RingSizes, WriteOp
-from kvtier.runtime.threads import ThreadJobs
+from kvtier.runtime.threads import run_each
 
-SLAB_BYTES, SLABS = 512 << 10, 16
-RECORD_BYTES = PAGE_BYTES + SLABS * SLAB_BYTES
 PLAIN_BYTES = 4 << 20
 ROUNDS = 3
 STEPS = ("plain write", "write", "plain read", "read")  # steps of a round, in order
 HANGS_S = 60.0  # deadline of one step, seconds
-FREE_SHARE = 4  # at most a fourth of the free space is written
-KEY = b"kvtier-bench-key"
 
 
 class Trial:
@@ -35,13 +30,7 @@ class Trial:
         self._fd = fd
         self._flushes = flushes
         self._sizes = sizes
-        self._buffers = [AlignedBuffer(RECORD_BYTES) for _ in range(records)]
-        header = RecordHeader(
-            KEY, bytes(16), bytes(16), SLAB_BYTES, 256, 1, Extent(0, 1, 0, SLABS), 0, (0,) * SLABS
-        ).pack()
-        noise = os.urandom(SLAB_BYTES)  # a file system that compresses finds nothing in it
-        for buffer in self._buffers:
-            buffer.view[:] = header + SLABS * noise
+        self._buffers = record_buffers(records)
         self._sums: list[tuple[int, ...]] = []
         self.n_bytes = records * RECORD_BYTES
 
@@ -71,27 +60,18 @@ class Trial:
             for number, buffer in enumerate(self._buffers)
             for start in range(0, RECORD_BYTES, PLAIN_BYTES)
         ]
-        faults: list[OSError] = []
 
-        def move(buffer: AlignedBuffer, start: int, offset: int) -> None:
+        def move(piece: tuple[AlignedBuffer, int, int]) -> None:
+            buffer, start, offset = piece
             view = buffer.view[start : min(start + PLAIN_BYTES, RECORD_BYTES)]
-            try:
-                if call(self._fd, [view], offset) != len(view):
-                    raise OSError(errno.EIO, "the call moved fewer bytes than asked for")
-            except OSError as fault:
-                faults.append(fault)
+            if call(self._fd, [view], offset) != len(view):
+                raise OSError(errno.EIO, "the call moved fewer bytes than asked for")
 
-        jobs = ThreadJobs("bench", self._sizes.threads, len(pieces))
-        started_s = time.perf_counter()
-        for piece in pieces:
-            jobs.submit(lambda piece=piece: move(*piece))  # type: ignore[misc]
-        ended = jobs.drain(HANGS_S)
-        if ended and self._flushes and call is os.pwritev:
+        seconds = run_each("bench", self._sizes.threads, HANGS_S, move, pieces)
+        if self._flushes and call is os.pwritev:
+            started_s = time.perf_counter()
             os.fdatasync(self._fd)
-        seconds = time.perf_counter() - started_s
-        jobs.close()
-        if faults or not ended:
-            raise faults[0] if faults else OSError(errno.ETIMEDOUT, f"no answer in {HANGS_S:g} s")
+            seconds += time.perf_counter() - started_s
         return self.n_bytes / seconds
 
 

@@ -108,6 +108,17 @@ def scratch_file(folder: Path, direct: bool) -> Iterator[int]:
             close_file(descriptor)
 
 
+def record_buffers(count: int) -> list[AlignedBuffer]:
+    """Return buffers with a record of KEY each. A file system that compresses finds nothing in its slabs."""
+    extent = Extent(0, 1, 0, SLABS)
+    header = RecordHeader(KEY, bytes(16), bytes(16), SLAB_BYTES, 256, 1, extent, 0, (0,) * SLABS).pack()
+    noise = os.urandom(SLAB_BYTES)
+    buffers = [AlignedBuffer(RECORD_BYTES) for _ in range(count)]
+    for buffer in buffers:
+        buffer.view[:] = header + SLABS * noise
+    return buffers
+
+
 class _Run:
     """State of one calibration."""
 
@@ -163,12 +174,7 @@ class _Run:
         n_max = min(bytes_max, disk.f_bavail * disk.f_frsize // FREE_SHARE) // RECORD_BYTES
         if n_max < 1:
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: no room for {FREE_SHARE * RECORD_BYTES} bytes")
-        buffers = [AlignedBuffer(RECORD_BYTES) for _ in range(min(WRITES_IN_FLIGHT, n_max))]
-        extent = Extent(0, 1, 0, SLABS)
-        header = RecordHeader(KEY, bytes(16), bytes(16), SLAB_BYTES, 256, 1, extent, 0, (0,) * SLABS).pack()
-        noise = os.urandom(SLAB_BYTES)  # incompressible
-        for buffer in buffers:
-            buffer.view[:] = header + SLABS * noise
+        buffers = record_buffers(min(WRITES_IN_FLIGHT, n_max))
         flying: deque[Reads] = deque()
         begun = done = error = 0
         started_s = self._clock()

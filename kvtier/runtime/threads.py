@@ -4,11 +4,13 @@ A job is a callable without arguments or result; it reports through what it clos
 queue is full and never blocks the engine (I4).
 """
 
+import errno
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Protocol, TypeVar
 
 Job = Callable[[], None]
@@ -175,3 +177,28 @@ def run_within(name: str, timeout_s: float, work: Job) -> bool:
         return False
     future.result()
     return True
+
+
+def run_each(name: str, threads: int, timeout_s: float, work: Callable[[T], object], items: Sequence[T]) -> float:
+    """Run `work` of each item on so many threads. Return the seconds that it took.
+
+    Raises the first OSError of an item, and OSError(ETIMEDOUT) if they did not all end in `timeout_s`.
+    """
+    faults: list[OSError] = []
+
+    def run(item: T) -> None:
+        try:
+            work(item)
+        except OSError as fault:
+            faults.append(fault)
+
+    jobs = ThreadJobs(name, threads, len(items))
+    started_s = time.perf_counter()
+    for item in items:
+        jobs.submit(partial(run, item))
+    has_ended = jobs.drain(timeout_s)
+    taken_s = time.perf_counter() - started_s
+    jobs.close()
+    if faults or not has_ended:
+        raise faults[0] if faults else OSError(errno.ETIMEDOUT, f"no answer in {timeout_s:g} s")
+    return taken_s

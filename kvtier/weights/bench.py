@@ -19,7 +19,7 @@ from kvtier.errors import TierUnavailable
 from kvtier.io.ranges import PIECE_BYTES, THREADS
 from kvtier.kernels import pcie
 from kvtier.model.safetensors import read_header
-from kvtier.runtime.threads import ThreadJobs
+from kvtier.runtime.threads import run_each
 from kvtier.weights import manifest
 from kvtier.weights.copies import Copy, contiguous
 from kvtier.weights.reader import ReadReport, WeightReader, open_file
@@ -115,19 +115,18 @@ def _timed(times: list[float], read: Callable[[], ReadReport]) -> ReadReport:
 
 def _plain(files: Sequence[Path]) -> float:
     """Return the seconds of plain system calls that read the files into memory that is dropped."""
-    faults: list[OSError] = []
     buffers: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
     for _ in range(THREADS):
         buffers.put(mmap.mmap(-1, PIECE_BYTES))
 
-    def move(descriptor: int, offset: int, needed: int) -> None:
+    def move(piece: tuple[int, int, int]) -> None:
+        descriptor, offset, needed = piece
         buffer = buffers.get()
         try:
             if os.preadv(descriptor, [buffer], offset) < needed:
                 raise OSError(errno.EIO, "the read returned fewer bytes than asked for")
-        except OSError as fault:
-            faults.append(fault)
-        buffers.put(buffer)
+        finally:
+            buffers.put(buffer)
 
     with ExitStack() as stack:
         pieces = []
@@ -135,13 +134,4 @@ def _plain(files: Sequence[Path]) -> float:
             descriptor, _ = open_file(path, stack)
             size = os.fstat(descriptor).st_size
             pieces += [(descriptor, at, min(PIECE_BYTES, size - at)) for at in range(0, size, PIECE_BYTES)]
-        jobs = ThreadJobs("bench", THREADS, len(pieces))
-        started_s = time.perf_counter()
-        for piece in pieces:
-            jobs.submit(lambda piece=piece: move(*piece))  # type: ignore[misc]
-        ended = jobs.drain(HANGS_S)
-        taken_s = time.perf_counter() - started_s
-        jobs.close()
-    if faults or not ended:
-        raise faults[0] if faults else OSError(errno.ETIMEDOUT, f"no answer in {HANGS_S:g} s")
-    return taken_s
+        return run_each("bench", THREADS, HANGS_S, move, pieces)
