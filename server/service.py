@@ -30,24 +30,15 @@ REOPEN_PAUSE_S = 1.0
 # Longest wait of a request for another one that opens the root, seconds: a mount that hangs must not block all threads.
 OPENING_WAIT_S = 2.0
 
-Clock = Callable[[], float]
-
 
 class Service:
-    """Thread-safe. open_root: may raise IndexUnavailable, and is tried again later. clock: monotonic seconds."""
+    """Thread-safe. open_root: may raise IndexUnavailable, and is tried again later."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        tokens: Callable[[], Tokens],
-        open_root: Callable[[], Opened],
-        clock: Clock = time.monotonic,
-    ) -> None:
+    def __init__(self, settings: Settings, tokens: Callable[[], Tokens], open_root: Callable[[], Opened]) -> None:
         self.settings = settings
         self.tokens = tokens
         self.periodic: list[Callable[[], object]] = []  # called periodically, on the thread of the event loop
         self._open_root = open_root
-        self._clock = clock
         self._lock = threading.Lock()
         self._opening = threading.Lock()  # held while the root is opened, and nothing else waits for it
         self._is_closed = False
@@ -72,7 +63,7 @@ class Service:
             self._opening.release()
 
     def _open(self) -> Opened:
-        now = self._clock()
+        now = time.monotonic()
         if self._failed is not None and now - self._failed[0] < REOPEN_PAUSE_S:
             raise IndexUnavailable(self._failed[1])
         try:
@@ -97,12 +88,12 @@ class Service:
         """Return a snapshot at most FRESH_S old. Raises IndexUnavailable."""
         with self._lock:
             kept, changes = self._snapshot, self._changes
-        if kept is not None and self._clock() - kept[0] < FRESH_S:
+        if kept is not None and time.monotonic() - kept[0] < FRESH_S:
             return kept[1]
         made = snapshot(self.opened)
         with self._lock:
             if changes == self._changes:  # else it may be of before the change
-                self._snapshot = (self._clock(), made)
+                self._snapshot = (time.monotonic(), made)
         return made
 
     def changed(self) -> None:

@@ -4,7 +4,7 @@ one Transfer moves them, as for an engine's chunks; the calls here wait for both
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,13 +57,10 @@ class SizeClass:
     """Waiting calls over one Store and one Transfer. Thread-safe: the lock makes many callers the single thread that
     these two need. A call returns when all of it is done or its deadline has passed, and touches no memory later."""
 
-    def __init__(
-        self, settings: Settings, namespace: Namespace, about: About, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, settings: Settings, namespace: Namespace, about: About) -> None:
         """Open the Store and the Transfer. Raises ConfigError."""
         self.namespace = namespace
         self.codec = ObjectCodec()
-        self._clock = clock
         self._timeout_s = settings.io.timeout_s
         self._drain_s = settings.shutdown_drain_s
         share = share_of_rank(namespace.geometry, 0, 1, 0, range(1))
@@ -95,13 +92,13 @@ class SizeClass:
 
         absent: keys that the index has just reported absent.
         """
-        deadline_s = self._clock() + self._timeout_s
+        deadline_s = time.monotonic() + self._timeout_s
         with self._lock:
             self._store.forget_lost(absent)
         is_stored = [False] * len(objects)
         ours: dict[int, _Answer] = {}
         first = 0
-        while first < len(objects) and self._clock() < deadline_s:
+        while first < len(objects) and time.monotonic() < deadline_s:
             begun = self._begin_put(objects[first : first + self._plan_objects])
             for number, how in enumerate(begun, first):
                 if isinstance(how, _Answer):
@@ -118,11 +115,11 @@ class SizeClass:
     def get(self, objects: Sequence[FoundObject]) -> tuple[list[Wanted], list[FoundObject]]:
         """Return (objects loaded into their memory, objects stored in another length). The memory of the others is
         undefined."""
-        deadline_s = self._clock() + self._timeout_s
+        deadline_s = time.monotonic() + self._timeout_s
         got: list[Wanted] = []
         others: list[FoundObject] = []
         waiting = list(objects)
-        while waiting and self._clock() < deadline_s:
+        while waiting and time.monotonic() < deadline_s:
             landed, lengths = self._load(waiting)
             got += [found.wanted for found, is_other in zip(landed, lengths, strict=True) if not is_other]
             others += [found for found, is_other in zip(landed, lengths, strict=True) if is_other]
@@ -192,7 +189,7 @@ class SizeClass:
 
     def _outcome(self, answer: _Answer, deadline_s: float) -> SaveOutcome | None:
         """Wait for an outcome. Return None if it is late."""
-        while answer.outcome is None and self._clock() < deadline_s:
+        while answer.outcome is None and time.monotonic() < deadline_s:
             self._collect()
         return answer.outcome
 

@@ -76,17 +76,17 @@ class Opened:
         self.index.close()
 
 
-def open_for_admin(settings: Settings, clock: Callable[[], float] = time.time) -> Opened:
+def open_for_admin(settings: Settings) -> Opened:
     """Raises ConfigError; IndexUnavailable where the index is down."""
     if settings.index.kind == "memory":
         fix = "an index in memory is one engine's own, and no other process sees it; use embedded or redis"
         raise ConfigError("index.kind", "memory", fix)
     root = open_root(settings)
-    return opened(settings, root, open_index(settings, root), clock)
+    return opened(settings, root, open_index(settings, root))
 
 
-def opened(settings: Settings, root: Root, index: Index, clock: Callable[[], float] = time.time) -> Opened:
+def opened(settings: Settings, root: Root, index: Index) -> Opened:
     """Return an Opened over an index that the caller has opened."""
     owner = f"admin-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     evictor = Evictor(index, root.folder, owner, Rules.of(settings.capacity))
-    return Opened(settings, root, index, evictor, NamespaceBook(root), clock)
+    return Opened(settings, root, index, evictor, NamespaceBook(root))
