@@ -113,7 +113,7 @@ class OpenSegments:
             segment.users += 1
         if segment.fd != found[0]:
             close_file(found[0])  # another thread opened it at the same time
-        self._close_unused(beyond=self._most_open)
+        self.close_unused(beyond=self._most_open)
         return segment
 
     def lease_anew(self, set_id: int, part: int) -> OpenSegment | None:
@@ -143,9 +143,16 @@ class OpenSegments:
         after one that hangs, which no call asks again until it answers."""
         self._forget_those(self._is_found_unlinked)
 
-    def close_unused(self) -> None:
-        """Close what is not in use, so that other files can be opened."""
-        self._close_unused()
+    def close_unused(self, beyond: int = 0) -> None:
+        """Close the unused segments, the longest unused first, until `beyond` are left, and the forgotten ones."""
+        with self.lock:
+            excess = len(self._open) - beyond
+            unused = [name for name, segment in self._open.items() if segment.users == 0][: max(0, excess)]
+            for name in unused:
+                segment = self._open.pop(name)
+                segment.is_forgotten = True
+                self.released.append(segment)
+        self.close_released()
 
     def close(self) -> None:
         """Close what is not in use; what is in use is closed by its last release."""
@@ -195,14 +202,3 @@ class OpenSegments:
                 del self._open[name]
             if not segment.users:
                 self.released.append(segment)
-
-    def _close_unused(self, beyond: int = 0) -> None:
-        """Close the unused segments, the longest unused first, until `beyond` are left, and the forgotten ones."""
-        with self.lock:
-            excess = len(self._open) - beyond
-            unused = [name for name, segment in self._open.items() if segment.users == 0][: max(0, excess)]
-            for name in unused:
-                segment = self._open.pop(name)
-                segment.is_forgotten = True
-                self.released.append(segment)
-        self.close_released()

@@ -29,21 +29,21 @@ _FOLDER = os.O_DIRECTORY | os.O_CLOEXEC
 
 
 @contextmanager
-def folder_within(folder: Path, depth: int = BELOW_ROOT) -> Iterator[int]:
+def folder_within(folder: Path) -> Iterator[int]:
     """Open the folder and yield its descriptor, for `dir_fd` and for listing.
 
-    Raises OSError: NotADirectoryError if one of the last `depth` names of the path is a link or no folder.
+    Raises OSError: NotADirectoryError if one of the last BELOW_ROOT names of the path is a link or no folder.
     """
-    descriptor = with_descriptors(lambda: _open_folder(folder, depth))
+    descriptor = with_descriptors(lambda: _open_folder(folder))
     try:
         yield descriptor
     finally:
         close_file(descriptor)
 
 
-def _open_folder(folder: Path, depth: int) -> int:
-    descriptor = os.open(folder.parents[depth - 1], _FOLDER | os.O_PATH)
-    for left, name in enumerate(folder.parts[-depth:], start=1 - depth):
+def _open_folder(folder: Path) -> int:
+    descriptor = os.open(folder.parents[BELOW_ROOT - 1], _FOLDER | os.O_PATH)
+    for left, name in enumerate(folder.parts[-BELOW_ROOT:], start=1 - BELOW_ROOT):
         access = os.O_PATH if left else os.O_RDONLY
         above = descriptor
         try:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.format.record import STRIPES_MAX, SegmentHeader, is_blank, parts_of, stripes_of
+from kvtier.format.record import STRIPES_MAX, SegmentHeader, is_blank, stripes_of
 from kvtier.runtime.file_descriptors import close_file, with_descriptors
 from kvtier.storage.filesystem import FULL, IN_MEMORY, file_system_of
 from kvtier.storage.open_segments import OpenSegment, OpenSegments
@@ -122,29 +122,21 @@ class SegmentFiles(OpenSegments):
 
     def _fill_and_close(self, fd: int, header: SegmentHeader) -> None:
         try:
-            self._fill(fd, header)
+            if file_system_of(self.folder).kind in IN_MEMORY:
+                os.ftruncate(fd, header.file_bytes)  # to reserve memory is to zero it, which takes as long as writing
+            else:
+                _allocate(fd, header.file_bytes)
+            _write_page(fd, header.pack())
+            if self._flushes:
+                os.fdatasync(fd)
         except BaseException:
             close_file(fd)  # before the unlink, or NFS keeps it as `.nfsXXXX`
             raise
         os.close(fd)  # a network file system may say here that a quota or the disk is full
 
-    def _fill(self, fd: int, header: SegmentHeader) -> None:
-        if file_system_of(self.folder).kind in IN_MEMORY:
-            os.ftruncate(fd, header.file_bytes)  # to reserve memory is to zero it, which takes as long as writing
-        else:
-            _allocate(fd, header.file_bytes)
-        _write_page(fd, header.pack())
-        if self._flushes:
-            os.fdatasync(fd)
-
     def is_there(self) -> bool:
         """Return whether the folder exists in the root that was opened: else a missing file is not gone."""
         return self.folder.is_dir() and self._is_in_place()
-
-    def trim_rank(self, set_id: int, rank: int, slots_used: int) -> None:
-        """Trim all files of a rank: see `trim`."""
-        for part in parts_of(set_id, rank):
-            self.trim(set_id, part, slots_used)
 
     def trim(self, set_id: int, part: int, slots_used: int) -> None:
         """Give back the space of the set's slots from `slots_used` on, which no writer will fill any more."""

@@ -94,8 +94,7 @@ class RecordReader:
         self._signer = worker.io.signer
         self.signs = self._signer is not None
         self.engine: Reader = worker.io.ring if self.signs else worker.io.reader
-        is_staged = self._signer is not None and worker.host is not None
-        self.arena = worker.host if is_staged and worker.host is not None else worker.arena
+        self.arena = worker.host if self.signs and worker.host is not None else worker.arena
         self.rechecks = Rechecks(worker.files, worker.index, worker.metrics, worker.clock)
         self._sharing = worker.files.sharing
         self.stuck = StuckFiles(worker.timeout_s, worker.clock)
@@ -135,7 +134,9 @@ class RecordReader:
                 self._check_form(chunk.key, location)
         sources = sources_of(located, self._worker.share.reads, self.arena.slot_bytes)
         if sources is None:
-            self._retract_all(chunk, located)
+            if entries.is_complete(chunk.entry):  # while it is, the chunk is not saved again
+                for location in located:  # records that overlap, being of unlike cuts, do not fit the slot together
+                    self.retract(chunk.key, location)
             raise FetchFailed("its records do not make up this rank's share")
         ops, opened = list[ReadOp](), list[tuple[OpenSegment, int]]()
         for source in sources:
@@ -212,13 +213,6 @@ class RecordReader:
     def may_be_stale(self, error: int = 0) -> bool:
         """Return True if a read that ended with `error` (0: with other bytes) tells nothing yet of what is stored."""
         return self._sharing.may_be_away if error else self._sharing.may_be_stale
-
-    def _retract_all(self, chunk: LoadChunk, located: Sequence[Location]) -> None:
-        """Retract records that overlap, being of unlike cuts, and so do not fit the slot together: while the chunk is
-        complete, it is not saved again."""
-        if entries.is_complete(chunk.entry):
-            for location in located:
-                self.retract(chunk.key, location)
 
     def retract_gone(self, namespace: bytes, chunks: Sequence[LoadChunk]) -> None:
         """After SegmentGone: those of the chunks behind it whose segments are gone too, or end before them. A load ends

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import Corrupt, IndexUnavailable, KVTierError, TierUnavailable
-from kvtier.format.record import RecordHeader, slot_start
+from kvtier.format.record import RecordHeader, parts_of, slot_start
 from kvtier.index.base import Location, NewRecord
 from kvtier.io.base import Reads
 from kvtier.io.ring import FlushOp, OpResult, WriteOp
@@ -468,7 +468,8 @@ class RecordWriter:
             try:
                 if not self._worker.index.some_sets([set_id]):  # the set was removed, as a reset does
                     continue
-                files.trim_rank(set_id, self._worker.share.rank, used)
+                for part in parts_of(set_id, self._worker.share.rank):
+                    files.trim(set_id, part, used)
                 self._worker.index.close_set(set_id, files.set_bytes_of(set_id))
             except (Corrupt, TierUnavailable, IndexUnavailable) as fault:
                 self._log.warning("trim", "segment set %016x is not trimmed: %s", set_id, fault)
