@@ -189,6 +189,11 @@ def open_store(
     writers = sum(share.writes is not None for share in shares)
     about = replace(about or About(len(shares)), capacity_bytes=min(settings.capacity_bytes, COUNT_MAX))
     costs = KeptCosts(index, note_name(namespace.id, about)) if about.device else None
+    evictor = Evictor(index, root.folder, owner, Rules.of(settings.capacity))
+    housekeeper = Housekeeper(index, root.folder, owner)
+    watch = CapacityWatch(
+        owner, settings.capacity_bytes, index, lambda: housekeeper.free_space().n_bytes - evictor.rules.reserve_bytes
+    )
     plan = KeeperPlan(
         owner,
         shape.slots,
@@ -199,16 +204,11 @@ def open_store(
         partial(_make_namespace_folder, settings, root, {namespace.id}),
         about,
         spares_max,
+        partial(_with_beat, watch, costs),
         set_files=writers * shape.stripes,
         stripes=shape.stripes,
         reclaim_s=file_system_of(root.folder).reclaim_s,
     )
-    evictor = Evictor(index, root.folder, owner, Rules.of(settings.capacity))
-    housekeeper = Housekeeper(index, root.folder, owner)
-    watch = CapacityWatch(
-        owner, plan.capacity_bytes, index, lambda: housekeeper.free_space().n_bytes - evictor.rules.reserve_bytes
-    )
-    plan = replace(plan, with_beat=partial(_with_beat, watch, costs))
     keeper = Keeper(namespace, plan, index, housekeeper, evictor, random.SystemRandom())
     if isinstance(index, GuardedIndex):
         index.metrics = keeper.metrics

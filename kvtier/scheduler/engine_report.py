@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvtier.errors import Corrupt
 from kvtier.runtime import metrics as names
-from kvtier.runtime.metrics import Metrics
+from kvtier.runtime.metrics import Metrics, summed
 from kvtier.runtime.versions import installed
 from kvtier.scheduler.load_threshold import PREFILL_TOKENS_MIN, running_mean
 
@@ -175,9 +175,8 @@ class RankFigures:
     def merged(self, other: RankFigures) -> RankFigures:
         """Merge the figures of two ranks. Each measured the shared mount alone, so their ceilings are not added."""
         ceilings = [figures.read_ceiling_bytes_s or 0.0 for figures in (self, other)]
-        return RankFigures(
-            _sum(self.counters, other.counters), _sum_arenas((*self.arenas, *other.arenas)), max(ceilings) or None
-        )
+        counters = summed((self.counters, other.counters))
+        return RankFigures(counters, _sum_arenas((*self.arenas, *other.arenas)), max(ceilings) or None)
 
 
 @dataclass(slots=True)
@@ -232,7 +231,7 @@ class Reporter:
     def add(self, figures: RankFigures) -> None:
         """Add the merged figures of all ranks."""
         with self._lock:
-            self._seen.counters = _sum(self._seen.counters, figures.counters)
+            self._seen.counters = summed((self._seen.counters, figures.counters))
             self._seen.arenas = figures.arenas or self._seen.arenas
             self._seen.ceiling_bytes_s = figures.read_ceiling_bytes_s or self._seen.ceiling_bytes_s
 
@@ -280,7 +279,7 @@ class Reporter:
         """namespace: the one that the engine is in now."""
         with self._lock:
             seen, about = self._seen, self._about
-            counters = _sum(self._metrics.total(), seen.counters)
+            counters = summed((self._metrics.total(), seen.counters))
             recent = {name: max(0.0, value - self._last_counters.get(name, 0.0)) for name, value in counters.items()}
             top = sorted(seen.hits.items(), key=lambda hit: hit[1][1], reverse=True)[:TOP_PREFIXES]
             made = WorkerReport(
@@ -316,10 +315,6 @@ def hit_ratio(counters: Mapping[str, float]) -> float | None:
     """Tokens handed to a load, whatever came of it, among those that were looked up; None when none were."""
     asked = counters.get(names.LOOKUP_TOKENS, 0.0)
     return min(1.0, counters.get(names.HIT_TOKENS, 0.0) / asked) if asked else None
-
-
-def _sum(one: Mapping[str, float], two: Mapping[str, float]) -> dict[str, float]:
-    return {name: one.get(name, 0.0) + two.get(name, 0.0) for name in sorted({*one, *two})}
 
 
 def _sum_arenas(arenas: Iterable[ArenaFill]) -> tuple[ArenaFill, ...]:
