@@ -15,8 +15,11 @@ same pages: SGLang has one of them write, and all read its pages.
 
 SGLang does not pass to a backend: the model's folder and revision, quantization, load format, rope settings, the
 weights of a draft model in the same pages, and the fp8 variant of a pool of bytes. So `model_tag` is required, and must
-differ if any of these does. An engine whose weights change in place (update_weights) must be restarted with another
-`epoch`. SGLang does not pass the user either: no page belongs to a tenant.
+differ if any of these does. SGLang does not pass the user either: no page belongs to a tenant.
+
+Updates of a running engine's weights are observed (kvtier.connectors.sglang_weights). From an update until SGLang has
+flushed its caches no page is found or stored, because the caches may hold KV of the old weights; from then on this
+process finds only pages stored since, and shares none. After a restart the updated weights need another `epoch`.
 
 Refused at start: models with host pools besides that of their KV (hybrid ones, indexers, separate draft models), which
 need `batch_*_v2`; pools other than SGLang's plain MHA and MLA ones, or with different head sizes of K and V;
@@ -32,6 +35,7 @@ import torch
 
 from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.objects.store import Object, ObjectHost, ObjectTier, settings_of
+from kvtier.connectors.sglang_weights import watch_weights
 from kvtier.errors import ConfigError
 from kvtier.format.namespace import canonical_text
 from kvtier.runtime.versions import installed
@@ -110,7 +114,7 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
             raise ConfigError("model_tag", None, f"{fix} changes with the weights, their format and that of the KV")
         self._storage_config = storage_config
         self._faults = Faults()
-        self._epoch = b""
+        self._epoch: bytes | None = b""  # None: the weights have changed, and SGLang's caches may hold KV of old ones
         self._tier: ObjectTier | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -123,6 +127,10 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         host = ObjectHost(FAMILY, identity, release, model)
         tier = ObjectTier.opened(self._settings, host, [page.n_bytes])
         self.mem_pool_host, self._page, self._tier = mem_pool_host, page, tier
+        if not watch_weights(self) and HiCacheStorage is not object:
+            log.warning(
+                "kvtier cannot observe updates of weights in this SGLang; if they change, restart it with another epoch"
+            )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
         """Refuse a pool besides the KV's: KV pages are no use without its pages. Raises ConfigError."""
@@ -182,17 +190,33 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
     @contains_faults("a lookup of SGLang's pages", default=0)
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """Return the number of leading keys that are indexed."""
-        tier = self._tier
-        if tier is None:
+        tier, own = self._tier, self._own(keys)
+        if tier is None or own is None:
             return 0
-        found = tier.exists(self._own(keys))
+        found = tier.exists(own)
         return next((number for number, is_there in enumerate(found) if not is_there), len(keys))
 
     def clear(self) -> None:
         """Begin an epoch: this process finds nothing stored before, and shares nothing stored later. Nothing is
         deleted: other engines use it, and an engine started later finds it again (raise `epoch` to prevent that). With
-        MLA on several ranks there are no hits until a restart, because each rank begins an epoch of its own."""
-        self._epoch = uuid.uuid4().bytes
+        MLA on several ranks there are no hits until a restart, because each rank begins an epoch of its own. After a
+        change of weights the epoch begins with the next flush of SGLang's caches."""
+        if self._epoch is not None:
+            self._epoch = uuid.uuid4().bytes
+
+    def weights_changed(self) -> None:
+        """Find and store nothing until SGLang has emptied its caches."""
+        if self._epoch is not None:
+            log.warning(
+                "weights changed in place: until SGLang is started again it loads no KV stored before, and shares none "
+                "with other engines; nothing is stored until its caches are flushed (/flush_cache)"
+            )
+        self._epoch = None
+
+    def caches_emptied(self) -> None:
+        """Begin an epoch if the weights have changed."""
+        if self._epoch is None:
+            self._epoch = uuid.uuid4().bytes
 
     def counters(self) -> dict[str, float]:
         """Return the counters of kvtier.runtime.metrics."""
@@ -206,21 +230,25 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
                 tier.close()
 
     def _load(self, keys: Sequence[str], pages: Sequence[Any]) -> list[bool]:
-        tier = self._tier
-        if tier is None:
+        tier, own = self._tier, self._own(keys)
+        if tier is None or own is None:
             return [False] * len(keys)
         views = [self._memory(page) for page in pages]
-        return tier.get([Object(*both) for both in zip(self._own(keys), views, strict=True)])
+        return tier.get([Object(*both) for both in zip(own, views, strict=True)])
 
     def _store(self, keys: Sequence[str], pages: Sequence[Any]) -> list[bool]:
-        tier = self._tier
-        if tier is None:
+        tier, own = self._tier, self._own(keys)
+        if tier is None or own is None:
             return [False] * len(keys)
         views = [self._memory(page.contiguous()) for page in pages]
-        return tier.put([Object(*both) for both in zip(self._own(keys), views, strict=True)])
+        return tier.put([Object(*both) for both in zip(own, views, strict=True)])
 
-    def _own(self, keys: Sequence[str]) -> list[bytes]:
-        before = bytes([len(self._epoch)]) + self._epoch
+    def _own(self, keys: Sequence[str]) -> list[bytes] | None:
+        """Return the keys in this epoch; None: none are found or stored now."""
+        epoch = self._epoch
+        if epoch is None:
+            return None
+        before = bytes([len(epoch)]) + epoch
         return [before + key.encode() for key in keys]
 
     def _new_page(self) -> torch.Tensor:

@@ -8,7 +8,9 @@ No engine is needed, no GPU, and few of SGLang's dependencies beside those of kv
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 
 from kvtier.connectors.sglang import KVTierHiCache
+from kvtier.connectors.sglang_weights import CONTROLLER, END, RESET, UPDATER, UPDATES
 from kvtier.errors import ConfigError
 from tests.objects.rig import flip_byte_of
 from tests.sglang.hicache_rig import Config, Engine, MHATokenToKVPoolHost, extra, keys
@@ -48,6 +51,27 @@ def test_the_recorded_interface_is_sglangs() -> None:
         assert list(inspect.signature(getattr(host, name)).parameters)[1:] == parameters
     fields = {field.name for field in dataclasses.fields(storage.HiCacheStorageConfig)}
     assert fields == {field.name for field in dataclasses.fields(Config)}
+
+
+def test_the_observed_methods_are_sglangs() -> None:
+    """Read from its source: to import these modules takes all that SGLang depends on."""
+    for (module, name), methods in ((UPDATER, (*UPDATES, END)), (CONTROLLER, (RESET,))):
+        folder, *rest = module.split(".")
+        path = Path(importlib.import_module(folder).__path__[0], *rest).with_suffix(".py")
+        (found,) = (
+            node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef) and node.name == name
+        )
+        made = {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
+        assert made.keys() >= set(methods)
+        if module == UPDATER[0]:
+            (only,) = made["end_weight_update"].args.kwonlyargs
+            assert only.arg == "run_post_load"
+            public = {name for name in made if not name.startswith("_")}
+            assert public - set(methods) == {
+                "init_weights_update_group",
+                "destroy_weights_update_group",
+                "receive_weights_from_distributed",
+            }
 
 
 def test_stored_restarted_loaded_and_damaged(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""Weights that change in a running SGLang engine: SGLang informs its storage of neither an update nor a flush of its
+caches, so both are observed in its classes. An engine whose weights are written without these calls is not protected.
+
+Recorded from SGLang 0.5.23; the classes are in the process in which it makes its storage.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+from weakref import WeakSet
+
+UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater", "WeightUpdater"
+UPDATES = (
+    "begin_weight_update",
+    "load_weights_from_distributed",
+    "update_weights_from_disk",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
+END = "end_weight_update"
+CONTROLLER = "sglang.srt.managers.cache_controller", "HiCacheController"
+RESET = "reset"  # a flush calls it on its way: it ends the storage's threads, and the host pool is emptied then
+
+_observed: WeakSet[Any] = WeakSet()  # classes
+_watching: WeakSet[Any] = WeakSet()  # objects with methods weights_changed() and caches_emptied()
+
+
+def watch_weights(watcher: Any) -> bool:
+    """Call `watcher.weights_changed()` after each call in this process that may have changed an engine's weights, and
+    `watcher.caches_emptied()` when SGLang empties its caches. Return False if this SGLang lacks one of the methods."""
+    updater, controller = (getattr(sys.modules.get(module), name, None) for module, name in (UPDATER, CONTROLLER))
+    if not all(hasattr(updater, name) for name in (*UPDATES, END)) or not hasattr(controller, RESET):
+        return False
+    if updater not in _observed:
+        _observed.add(updater)
+        for name in UPDATES:
+            setattr(updater, name, _changing()(getattr(updater, name)))
+        setattr(updater, END, _ending(getattr(updater, END)))
+    if controller not in _observed:
+        _observed.add(controller)
+        setattr(controller, RESET, _emptying()(getattr(controller, RESET)))
+    _watching.add(watcher)
+    return True
+
+
+@contextmanager
+def _changing() -> Iterator[None]:
+    try:
+        yield
+    finally:  # a call that failed may have changed some of them
+        for watcher in tuple(_watching):
+            watcher.weights_changed()
+
+
+@contextmanager
+def _emptying() -> Iterator[None]:
+    yield
+    for watcher in tuple(_watching):
+        watcher.caches_emptied()
+
+
+def _ending(end: Callable[..., None]) -> Callable[..., None]:
+    @wraps(end)
+    def observed(updater: Any, *, run_post_load: bool) -> None:
+        """run_post_load: no call has brought weights; another program has written them since the update began."""
+        with _changing() if run_post_load else nullcontext():
+            end(updater, run_post_load=run_post_load)
+
+    return observed
