@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -104,10 +104,8 @@ def _index_of(path: Path | None, config: Path | None) -> Iterator[tuple[Root, In
         raise ConfigError("index.url", None, fix)
     else:
         index, where = open_embedded(root), str(root.index_path)
-    try:
+    with closing(index):
         yield root, index, where
-    finally:
-        index.close()
 
 
 def _rebuild(index: Index, root: Root) -> Rebuilt:

@@ -9,7 +9,7 @@ Capacity, quotas, tenants and a Redis index are in the settings alone, so comman
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -99,11 +99,8 @@ def deployment(path: Path | None, config: Path | None, needs_settings: bool = Tr
         raise ConfigError(
             "config", None, f"there is no index at {place.root.path}: name the settings with --config FILE"
         )
-    opened = open_for_admin(place.settings)
-    try:
+    with closing(open_for_admin(place.settings)) as opened:
         yield opened
-    finally:
-        opened.close()
 
 
 def load_settings(config: Path | None) -> Settings:

@@ -5,7 +5,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from kvtier.cli.progress import progress
 from kvtier.errors import ConfigError, IndexUnavailable
@@ -42,10 +42,8 @@ def readable_index(root: Root) -> Iterator[Index]:
     """Yield the root's index; if there is none here or it is empty, one in memory, made from the record headers."""
     embedded = _embedded_index(root)
     if embedded is not None:
-        try:
+        with closing(embedded):
             yield embedded
-        finally:
-            embedded.close()
         return
     print("no index of this root here: reading the headers of all records instead", file=sys.stderr)
     memory = MemoryIndex()

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,12 +136,9 @@ class _Run:
     def measure(self) -> None:
         """Measure writes, latency and reads. Raises OSError, TierUnavailable, Hangs."""
         with scratch_file(self._ask.folder, self._ask.direct) as fd:
-            writer = self._makers.writer()
-            try:
+            with closing(self._makers.writer()) as writer:
                 n_records = self._write(writer, fd)
                 self._latency(writer, fd)
-            finally:
-                writer.close()
             self._try_all(first_round(self._ask, self._cache_bytes), fd, n_records)
             rings = {choice: rate for choice, rate in self._rates.items() if choice.engine == "ring"}
             if rings:
@@ -241,16 +238,13 @@ class _Run:
         """Return bytes read a second. Raises TierUnavailable, ValueError, OSError, Hangs."""
         if not self._ask.direct:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        reader = self._makers.reader(choice)
-        try:
+        with closing(self._makers.reader(choice)) as reader:
             reading = _Reading(reader, fd, self._ask.target, n_records, self._ask.direct)
             # Not timed: at the first read threads start and KvikIO pins its buffers.
             self._read_for(reading, 0.0)
             started_s = self._clock()
             n_bytes = self._read_for(reading, READ_S)
             return n_bytes / max(self._clock() - started_s, 1e-9)
-        finally:
-            reader.close()
 
     def _read_for(self, reading: _Reading, seconds: float) -> int:
         """Read into all places of the target for `seconds`, at least once each. Return the number of bytes read.
