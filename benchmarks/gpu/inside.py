@@ -42,21 +42,25 @@ def counters(worker: Any) -> dict[str, float]:
 def round_to_bf16(worker: Any) -> None:
     """Round all KV of an engine that keeps it in float32."""
     for cache in worker.model_runner.kv_caches:
-        cache[:] = cache.bfloat16()  # not by copy_, which kvtier takes for a change of weights
+        _round(cache)  # if the write were in this function, kvtier would take it for a change of weights
+
+
+def _round(cache: torch.Tensor) -> None:
+    cache[:] = cache.bfloat16()
 
 
 def start_watch(worker: Any, share: int) -> None:
-    _watches[:] = [Watch(worker_half(), share)]
+    _watches.append(Watch(worker_half(), share))
 
 
 def take_watch(worker: Any) -> dict[str, Any]:
-    return _watches[0].take()
+    return _watches[-1].take()
 
 
 def start_growth(worker: Any) -> None:
     """Watch the bytes that this worker has stored."""
     transfer = worker_half()._bridge._transfer
-    _growth[:] = [GrowthWatch(lambda: transfer.metrics.total().get("save_bytes", 0.0))]
+    _growth.append(GrowthWatch(lambda: transfer.metrics.total().get("save_bytes", 0.0)))
 
 
 def take_growth(worker: Any) -> list[tuple[float, float]]:

@@ -2,8 +2,10 @@
 are observed. An engine whose trainer writes into the model without such a call is not protected."""
 
 from collections.abc import Callable
+from dis import get_instructions
 from functools import partial, wraps
 from inspect import unwrap
+from itertools import pairwise
 from types import CodeType
 from typing import Any
 from weakref import WeakSet
@@ -17,7 +19,8 @@ init_weight_transfer_engine list_loras pin_lora profile release_late_interaction
 reset_encoder_cache reset_mm_cache save_sharded_state save_tensorized_model shutdown_weight_transfer_engine sleep
 supports_draft_weight_updates synchronize_device update_config update_max_model_len vocab_size wake_up
 """
-CHANGING = ("weight", "param", "state_dict", "copy_")  # parts of names in functions that may change weights
+CHANGING = ("weight", "param", "load", "state_dict")  # parts of names in functions that may change weights
+WRITERS = ("data", "setattr")  # names there of what writes into tensors, beside torch's methods that end in "_"
 _watching: WeakSet[Any] = WeakSet()  # objects with a method weights_changed()
 
 
@@ -32,7 +35,11 @@ def watch_weights(watcher: Any) -> None:
 
 def may_change_weights(method: Any, args: tuple[Any, ...] = ()) -> bool:
     """Return True for a call into all workers after which their weights may be others. Of a function, its own code
-    is examined, not that of the functions that it calls."""
+    is examined, not that of the functions that it calls.
+
+    A function that only reads weights counts too. Nothing cheap shows that it wrote none: torch counts no writes
+    through `data` or into inference tensors, and vLLM 0.32 copies all weights into host memory for their checksums.
+    """
     if method == "apply_model" and args:
         method = args[0]
     if isinstance(method, str):
@@ -45,7 +52,21 @@ def may_change_weights(method: Any, args: tuple[Any, ...] = ()) -> bool:
     for code in filter(None, codes):
         names += code.co_names
         codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-    return any(part in name for name in names for part in CHANGING)
+        if _assigns_slices(code):
+            return True
+    return any(
+        name in WRITERS or (name.endswith("_") and not name.endswith("__")) or any(part in name for part in CHANGING)
+        for name in names
+    )
+
+
+def _assigns_slices(code: CodeType) -> bool:
+    """Return True if the code has `x[...:...] = y` or `x[...] = y`, as for tensors."""
+    calls = [(one.opname, one.argval) for one in get_instructions(code)]
+    stores = [before for before, (name, _) in pairwise(calls) if name == "STORE_SUBSCR"]
+    return any(name == "BUILD_SLICE" or argument is Ellipsis for name, argument in stores) or any(
+        name == "STORE_SLICE" for name, _ in calls
+    )
 
 
 def _observed(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -329,6 +329,32 @@ def test_a_later_reset_with_no_block_in_use_ends_that() -> None:
     assert scene.step(later, 96, 34) == [(10, 11), (12, 13)]
 
 
+WRITES: tuple[Any, ...] = (
+    lambda model: model.norm.bias.add_(1),
+    lambda model: [tensor.zero_() for tensor in model.buffers()],
+    lambda model: setattr(model.norm.bias, "data", 1),
+    lambda model: model.load("path"),
+)
+
+
+def write_slice(model: Any) -> None:
+    model.norm.bias[:] = 0
+
+
+def write_all(model: Any) -> None:
+    model.norm.bias[...] = 0
+
+
+def counters_of(worker: Any) -> dict[str, int]:
+    found = {}
+    for name in worker.names:
+        found[name] = worker.count(name)
+    return found
+
+
+WRITES += write_slice, write_all
+
+
 def test_weights_that_change_begin_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """KV of reloaded weights was stored under the fingerprint of the old ones, and loaded by other engines."""
     from vllm.v1.engine.core import EngineCore
@@ -340,7 +366,7 @@ def test_weights_that_change_begin_an_epoch(monkeypatch: pytest.MonkeyPatch) -> 
 
     def epochs_after(method: Any, *args: Any) -> int:
         before = scene.store.epoch
-        scene.step(scene.ask(str(method)), 0, 130)
+        scene.step(scene.ask(str((method, args))), 0, 130)
         assert core.collective_rpc(method, args=args) == []
         return scene.store.epoch - before
 
@@ -355,9 +381,12 @@ def test_weights_that_change_begin_an_epoch(monkeypatch: pytest.MonkeyPatch) -> 
     assert epochs_after("apply_model", lambda model: model.norm.data.copy_(0)) == 1
     core.collective_rpc("update_weights")
     assert scene.store.epoch == 8, "nothing was computed since"
-    for method in ("profile", "compute_weight_checksums", len):
+    for write in WRITES:
+        assert epochs_after("apply_model", write) == 1, write.__code__.co_names
+    for method in ("profile", "compute_weight_checksums", len, lambda worker: {worker.rank: worker.device}):
         assert epochs_after(method) == 0, method
     assert epochs_after("apply_model", lambda model: model.training) == 0
+    assert epochs_after(counters_of) == 0
     scene.store.stored.clear()
     assert scene.step(scene.ask("own hit", local=96), 96, 34) == []
     for older, saved in ((False, [(10, 11), (12, 13)]), (True, [])):
