@@ -23,10 +23,11 @@ DEV_PACKAGE_cpu := triton==3.6.0
 
 BIN := $(VENV)/bin
 # Without bytecode: it is made on first use, for the modules that are used.
-PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install --no-compile
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install --no-compile --no-warn-conflicts
 STAMPS := $(VENV)/.stamps
 READY := $(STAMPS)/project
 READY_DEV := $(STAMPS)/project $(STAMPS)/dev
+READY_TEST := $(READY_DEV) $(OLD_READY) $(STAMPS)/bytecode
 BUILD_INPUTS := pyproject.toml setup.py $(wildcard kvtier/io/native/*)
 # Half of an engine's start is Python compiling vLLM's modules, so what it compiled is kept, wherever the environment says not
 # to: away from the sources, and gone with `make clean`.
@@ -36,7 +37,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/build/bytecode
 step = @printf '== %s ' "$(1)"; ( while sleep 5; do printf .; done ) & dots=$$!; \
 	status=0; { $(2); } || status=$$?; kill $$dots; printf '\n'; exit $$status
 
-.PHONY: help demo test soak aiperf wheel lint docs format setup setup-dev clean
+.PHONY: help demo test soak aiperf wheel lint docs format setup setup-dev setup-test clean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -46,10 +47,10 @@ help:  ## this list
 demo: setup  ## two vLLM processes, one prefix: the second loads what the first computed
 	@$(BIN)/python -m benchmarks.demo
 
-test: setup-dev $(OLD_READY)  ## all tests, with this release of vLLM and an older one
+test: setup-test  ## all tests, with this release of vLLM and an older one
 	@$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-soak: setup-dev $(OLD_READY) aiperf  ## the tests that run for many minutes
+soak: setup-test aiperf  ## the tests that run for many minutes
 	@$(BIN)/python -m pytest -v -m soak
 
 # Without what an earlier build left: setuptools would put modules that are gone since into the wheel.
@@ -76,6 +77,7 @@ format: setup-dev  ## ruff: fix and format all files
 
 setup: $(READY)  ## the environment to run kvtier in
 setup-dev: $(READY_DEV)  ## the environment with the tools for tests and lint
+setup-test: $(READY_TEST)  ## the same with all that the tests use
 
 $(STAMPS)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or newer")'
@@ -83,24 +85,34 @@ $(STAMPS)/python:
 	@mkdir -p $(STAMPS)
 	@touch $@
 
-$(STAMPS)/engine: requirements/engine-$(ENGINE).txt | $(STAMPS)/python
-	$(call step,installing torch and what the engine needs,$(PIP) -r $<)
+# Each pip uses one core: two install what is pinned, then one adds what only this platform needs.
+$(STAMPS)/requirements: requirements/engine-$(ENGINE).txt | $(STAMPS)/python
+	$(call step,installing torch and what the engine needs,\
+		grep -v '^\#' $< | xargs -n 80 -P 2 $(PIP) --no-deps && $(PIP) -r $<)
+	@touch $@
+
+$(STAMPS)/engine: requirements/engine-$(ENGINE).txt | $(STAMPS)/python $(if $(filter gpu,$(ENGINE)),$(STAMPS)/requirements)
 	$(call step,installing $(ENGINE_PACKAGE_$(ENGINE)),$(PIP) --no-deps $(ENGINE_PACKAGE_$(ENGINE)))
 	@touch $@
 
-$(STAMPS)/dev: requirements/dev.txt $(STAMPS)/engine
+$(STAMPS)/dev: requirements/dev.txt $(STAMPS)/requirements
 	$(call step,installing the tools for tests and lint,\
-		$(PIP) --no-warn-conflicts -c requirements/engine-$(ENGINE).txt -r $< $(DEV_PACKAGE_$(ENGINE)))
+		$(PIP) -c requirements/engine-$(ENGINE).txt -r $< $(DEV_PACKAGE_$(ENGINE)))
 	@touch $@
 
-$(STAMPS)/project: $(BUILD_INPUTS) $(STAMPS)/engine
+$(STAMPS)/project: $(BUILD_INPUTS) $(STAMPS)/requirements $(STAMPS)/engine
 	$(call step,building and installing kvtier,$(PIP) --editable .)
+	@touch $@
+
+# What the workers of pytest would each compile when they start: torch, vLLM and the tests.
+$(STAMPS)/bytecode: $(READY_DEV)
+	$(call step,compiling what the tests import,$(BIN)/python -m pytest --collect-only -qq > $(STAMPS)/collected 2>&1 || true)
 	@touch $@
 
 # The older engine shares everything else with the newer one: its environment holds the engine alone, and a path file
 # that continues in the other environment (addsitedir, so that the editable kvtier there is found as well).
 site = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-$(OLD_VENV)/.stamp: $(STAMPS)/engine
+$(OLD_VENV)/.stamp: requirements/engine-$(ENGINE).txt | $(STAMPS)/python
 	@rm -rf $(OLD_VENV)
 	@$(PYTHON) -m venv --without-pip $(OLD_VENV)
 	@echo "import site; site.addsitedir('$(call site,$(VENV))')" > $(call site,$(OLD_VENV))/shared.pth
