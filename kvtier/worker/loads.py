@@ -119,8 +119,14 @@ class Loader:
             self._chunks.is_stopped = True
         if self._unanswered:
             self._loop.post(self._fail_all)
+        ends_s = self._worker.clock() + timeout_s
         with self._loop.changed:
-            return self._loop.changed.wait_for(lambda: not self._unanswered, timeout_s)
+            while self._unanswered:
+                left_s = ends_s - self._worker.clock()
+                if left_s <= 0:
+                    return False
+                self._loop.changed.wait(left_s)
+            return True
 
     # --- the loop's thread ---
 
