@@ -17,6 +17,7 @@ from contextlib import suppress
 
 from kvtier.format.record import SegmentHeader
 from kvtier.runtime.file_descriptors import close_file, most_open, register
+from kvtier.runtime.threads import Job
 
 OPEN_FILES_MAX = 2048  # segments of a namespace kept open, where RLIMIT_NOFILE allows: 256 sets of 8 files a rank
 
@@ -65,16 +66,19 @@ class OpenSegment:
 
 class OpenSegments:
     """Open files of one folder. Thread-safe. `before_close` is called with each descriptor that had a user, and must
-    not wait.
+    not wait. begin: runs a job on another thread, or returns False; with it, `lease` waits for no close.
 
     lock, released, is_closed: for OpenSegment. released: forgotten segments without users, which are to be closed.
     """
 
-    def __init__(self, before_close: Callable[[int], None] = lambda fd: None) -> None:
+    def __init__(
+        self, before_close: Callable[[int], None] = lambda fd: None, begin: Callable[[Job], object] | None = None
+    ) -> None:
         self.lock = threading.Lock()
         self.released: list[OpenSegment] = []
         self.is_closed = False
         self._before_close = before_close
+        self._begin = begin
         self._open: OrderedDict[Name, OpenSegment] = OrderedDict()
         self._most_open = most_open(OPEN_FILES_MAX)
         register(self)
@@ -113,7 +117,11 @@ class OpenSegments:
             segment.users += 1
         if segment.fd != found[0]:
             close_file(found[0])  # another thread opened it at the same time
-        self.close_unused(beyond=self._most_open)
+        self._forget_unused(beyond=self._most_open)
+        if self._begin is None:
+            self.close_released()
+        elif self.released:
+            self._begin(self.close_released)  # refused only beside jobs that close these too
         return segment
 
     def lease_anew(self, set_id: int, part: int) -> OpenSegment | None:
@@ -143,15 +151,9 @@ class OpenSegments:
         after one that hangs, which no call asks again until it answers."""
         self._forget_those(self._is_found_unlinked)
 
-    def close_unused(self, beyond: int = 0) -> None:
-        """Close the unused segments, the longest unused first, until `beyond` are left, and the forgotten ones."""
-        with self.lock:
-            excess = len(self._open) - beyond
-            unused = [name for name, segment in self._open.items() if segment.users == 0][: max(0, excess)]
-            for name in unused:
-                segment = self._open.pop(name)
-                segment.is_forgotten = True
-                self.released.append(segment)
+    def close_unused(self) -> None:
+        """Close the segments that are not in use, so that other files can be opened."""
+        self._forget_unused(beyond=0)
         self.close_released()
 
     def close(self) -> None:
@@ -201,4 +203,14 @@ class OpenSegments:
             if self._open.get(name) is segment:
                 del self._open[name]
             if not segment.users:
+                self.released.append(segment)
+
+    def _forget_unused(self, beyond: int) -> None:
+        """Stop giving out the unused segments, the longest unused first, until `beyond` are left."""
+        with self.lock:
+            excess = len(self._open) - beyond
+            unused = [name for name, segment in self._open.items() if segment.users == 0][: max(0, excess)]
+            for name in unused:
+                segment = self._open.pop(name)
+                segment.is_forgotten = True
                 self.released.append(segment)

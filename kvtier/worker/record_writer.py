@@ -461,7 +461,8 @@ class RecordWriter:
     def trim(self) -> None:
         """Give back the space of our segments' slots that will stay empty, after the last save."""
         self.segments.erase_unpublished()
-        for (namespace, set_id), (used, slots) in self._slots_used.items():
+        slots_used, self._slots_used = self._slots_used, {}  # a call that hung may go on beside a second one
+        for (namespace, set_id), (used, slots) in slots_used.items():
             if used == slots:
                 continue
             files = self._worker.files(namespace)
@@ -473,4 +474,3 @@ class RecordWriter:
                 self._worker.index.close_set(set_id, files.set_bytes_of(set_id))
             except (Corrupt, TierUnavailable, IndexUnavailable) as fault:
                 self._log.warning("trim", "segment set %016x is not trimmed: %s", set_id, fault)
-        self._slots_used.clear()

@@ -40,7 +40,7 @@ class Progress(NamedTuple):
 
 class TransferJobs(NamedTuple):
     """Threads of a worker. loop: one, of all loads and saves; load, save: of their work that waits for storage or the
-    index; tidy: one, of `Transfer.tidy`, which waits for them too."""
+    index; tidy: one, of `Transfer.tidy` and of closes, which wait for them too."""
 
     loop: Jobs
     load: Jobs
@@ -70,6 +70,7 @@ class Transfer:
         self._worker = worker
         self._jobs = jobs
         self._pinner = pinner
+        worker.files.begin = jobs.tidy.submit
         self._tickers: list[Ticker] = []
         self._loop = TransferLoop(worker, jobs.loop)
         self._loader = Loader(worker, admit, self._loop, jobs.load)

@@ -19,6 +19,7 @@ from kvtier.io.ring import Batch, WriteOp
 from kvtier.plan import LoadDone, SaveDone, SaveOutcome
 from kvtier.runtime.threads import begin
 from kvtier.scheduler.store import WantedChunk
+from kvtier.storage import open_segments
 from kvtier.storage import segments as segments_module
 from kvtier.storage.open_segments import Name
 from kvtier.storage.stuck_files import HUNG_FILES_MIN, StuckFiles
@@ -491,3 +492,26 @@ def test_close_waits_for_a_scatter_under_way(two_sets: Path, monkeypatch: pytest
     (done,) = transfer.poll().loads
     time.sleep(0.1)
     assert all(map(torch.equal, reader.blocks(BLOCKS), before)) and len(done.failed_blocks) < len(BLOCKS)
+
+
+def test_a_close_that_hangs_holds_up_no_load(two_sets: Path, hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load closes files that have not been used for long, to open its own."""
+    third = list(range(9000, 9000 + 64 * 2))
+    saved_by_another(two_sets, third, BLOCKS)
+    monkeypatch.setattr(open_segments, "OPEN_FILES_MAX", 1)
+    long = {"io": {"threads": 2, "timeout_s": 60.0}}
+    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}) | long)
+    assert not reader.load(FIRST, BLOCKS)[1][0].failed_blocks
+    files = reader.transfers[0]._worker.files(reader.namespace.id)
+    (first,) = (segments_module.segment_name(*name) for name in files._open)
+    hang.names = {first}
+    hang.of(os, "close")
+    for tokens in (SECOND, third, SECOND):
+        begin_load(reader, "other", tokens, OTHERS)
+        found = answers(reader, 1, TIMEOUT_S / 2)
+        assert found and not found["other"].failed_blocks
+    wait_until(lambda: hang.n_hanging)
+    wait_until(lambda: len(files._open) + len(files.released) == 1, timeout_s=20)
+    assert hang.n_hanging == 1
+    hang.go_on()
+    reader.close()
