@@ -163,6 +163,13 @@ simple(
     "buffers of 4 MiB, without it 16 threads):",
 )
 simple(
+    "weights-sizes",
+    "gpu/weights_sizes",
+    weights_rate.loader_rows,
+    "**Smaller buffers** (`gpu.weights_rate`, {source}, of which 16 were used; without `@`: 12 threads with 2 buffers "
+    "of 4 MiB):",
+)
+simple(
     "engine-start",
     "gpu/weights_engine",
     lambda result: weights_engine.start_rows(result["starts"]),
@@ -275,7 +282,8 @@ simple(
 
 
 for name, about in {
-    "": "kvtier with 16 threads a rank",
+    "": "`@16x2x2`: 16 threads a rank with 2 buffers of 2 MiB, without it 12 with 2 of 4 MiB; reads-of-shards and "
+    "pinned-copies are ceilings of both ranks at once",
     "_peers": "in the first of three turns tests ran on another GPU; reads-of-shards and pinned-copies are ceilings of "
     "both ranks at once",
 }.items():

@@ -86,9 +86,9 @@ def _kvtier(
     from kvtier.weights import manifest
     from kvtier.weights import reader as readers
 
-    verify = loader.startswith("kvtier-verified")
-    if "@" in loader:
-        _use_slots(loader.partition("@")[2])
+    name, _, sizes = loader.partition("@")
+    if sizes:
+        _use_slots(sizes)
     yield None
     reader = readers.WeightReader()
     reader.prepare(next(iter(parameters.values())).device)
@@ -100,7 +100,7 @@ def _kvtier(
             size = entry.stop - entry.start
             rows.append((file, entry.start, 1, size, size, *places[name], size))
     planned_s = time.perf_counter()
-    expected = manifest.of_files(files) if verify else None
+    expected = manifest.of_files(files) if name == "kvtier-verified" else None
     done = reader.read(files, np.array(rows, np.int64), list(parameters.values()), expected)
     yield {"planned_s": planned_s, "read_s": done.seconds, "bytes_read": done.bytes_read}
     reader.close()
@@ -111,6 +111,7 @@ def _use_slots(sizes: str) -> None:
     from kvtier.weights import reader
 
     threads, slots, mib = map(int, sizes.split("x"))
+    reader.ranges.shared_sizes = lambda _: {}
     reader.RangeReader = partial(reader.RangeReader, threads=threads, slots=slots, piece_bytes=mib << 20)  # type: ignore[misc]
 
 
@@ -210,8 +211,7 @@ def _in_vllm(loader: str, folder: Path, rank: int, n_ranks: int, device: str) ->
         peer = import_module(name)
         if "COPY=0" in settings:
             _without_copies(peer)
-    is_ours = name.startswith("kvtier")
-    if is_ours and settings:
+    if (is_ours := name.startswith("kvtier")) and settings:
         _use_slots(settings)
     if name in CEILINGS:
         yield from _ceiling(name, folder, rank, n_ranks, device)

@@ -98,7 +98,7 @@ class KvtierModelLoader(DefaultModelLoader):
             fix = f"it has shards without {NAME}, which is written last; run `kvtier weights shard` again to go on"
             raise ConfigError("model", str(folder), fix)
         with ExitStack() as stack:
-            reader = stack.enter_context(WeightReader(progress=self._show))
+            reader = stack.enter_context(WeightReader(progress=self._show, readers=_ranks_here()))
             if (first := next(model.parameters(), None)) is not None:
                 reader.prepare(first.device)  # buffers are pinned while the load is planned
             if shards is None:
@@ -340,6 +340,11 @@ def shards_of_rank(folder: Path, manifest: ShardManifest, model: torch.nn.Module
             raise ConfigError(key, here, fix)
     plan = shard_plan(folder, manifest, group.rank_in_group, state_of(model))
     return PlannedLoad(plan, plan.bind(everything(model)), of_files(plan.files), "of shards")
+
+
+def _ranks_here() -> int:
+    """Return how many ranks of this engine load on this host, at most."""
+    return min(int(parallel_state.get_world_group().world_size), max(1, torch.cuda.device_count()))
 
 
 def release() -> str:

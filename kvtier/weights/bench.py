@@ -131,7 +131,7 @@ def _plain(files: Sequence[Path]) -> float:
     with ExitStack() as stack:
         pieces = []
         for path in files:
-            descriptor, _ = open_file(path, stack)
+            descriptor = open_file(path, stack).descriptor
             size = os.fstat(descriptor).st_size
             pieces += [(descriptor, at, min(PIECE_BYTES, size - at)) for at in range(0, size, PIECE_BYTES)]
         return run_each("bench", THREADS, HANGS_S, move, pieces)

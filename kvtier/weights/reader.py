@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,13 +51,16 @@ class WeightReader:
     At most 96 MiB of host memory beside the targets; pinned where a target is on a device. Not thread-safe.
     """
 
-    def __init__(self, *, stall_s: float = STALL_S, progress: Callable[[int], object] | None = None) -> None:
+    def __init__(
+        self, *, stall_s: float = STALL_S, progress: Callable[[int], object] | None = None, readers: int = 1
+    ) -> None:
         """Set the deadline and the observer of all reads.
 
         stall_s: longest time without any new byte, seconds. progress: is called about 20 times a second with the
-        bytes that have landed.
+        bytes that have landed. readers: how many processes read on this host at the same time, with this one.
         """
         self._stall_s, self._progress = stall_s, progress
+        self._sizes = {} if readers == 1 else ranges.shared_sizes(readers)
         self._ranges: RangeReader | None = None
 
     def read(
@@ -152,8 +156,8 @@ class WeightReader:
             opened = [open_file(path, stack) for path in files]
             rows = []
             for number, (path, identity) in enumerate(zip(files, identities, strict=True)):
-                descriptor, _ = opened[number]
-                if _identity(descriptor) != identity:
+                file = opened[number]
+                if _identity(file.descriptor) != identity:
                     raise WeightsUnreadable(path, None, CHANGED)
                 size = identity[2]
                 if path in sums and len(sums[path]) != n_blocks(size):
@@ -161,13 +165,14 @@ class WeightReader:
                 if path in sums and not_summed and len(not_summed[number]) != n_blocks(size):
                     raise WeightsUnreadable(path, None, CHANGED)
                 skipped = not_summed[number].ctypes.data if not_summed else 0
-                rows.append((descriptor, size, sums[path].ctypes.data if path in sums else 0, skipped))
+                found = sums[path].ctypes.data if path in sums else 0
+                rows.append((file.descriptor, size, found, skipped, file.is_cached))
             described = np.array(rows, ranges.FILE)
             table = np.ascontiguousarray(table)
             result = reader.read(described, table, places, stall_s=self._stall_s, progress=observe)
         if result.failure is not None:
             raise self._error(files, result.failure)
-        n_direct = sum(is_direct for _, is_direct in opened)
+        n_direct = sum(file.is_direct for file in opened)
         return ReadReport(result.bytes_landed, result.bytes_read, time.monotonic() - start_s, n_direct)
 
     def _error(self, files: Sequence[Path], failure: RangeFailure) -> WeightsUnreadable | TierUnavailable:
@@ -198,7 +203,7 @@ class WeightReader:
     def _open(self, ordinal: int | None) -> RangeReader:
         if self._ranges is None or self._ranges.device_ordinal != ordinal:
             self.close()
-            self._ranges = RangeReader(ordinal)
+            self._ranges = RangeReader(ordinal, **self._sizes)
         return self._ranges
 
     def close(self) -> None:
@@ -226,21 +231,29 @@ def extent(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def open_file(path: Path, stack: ExitStack) -> tuple[int, bool]:
-    """Return a descriptor, and whether it reads directly: unless most of the file is in the page cache."""
+class OpenWeights(NamedTuple):
+    """File that is open for reads. is_cached: most of it is in the page cache, and it is read through that."""
+
+    descriptor: int
+    is_direct: bool
+    is_cached: bool
+
+
+def open_file(path: Path, stack: ExitStack) -> OpenWeights:
+    """Open a file for direct reads, unless most of it is in the page cache or its file system has none."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         stack.callback(os.close, descriptor)
         resident = ranges.resident_share(descriptor, os.fstat(descriptor).st_size)
         if resident is not None and resident >= BUFFERED_SHARE:
-            return descriptor, False
+            return OpenWeights(descriptor, False, True)
         direct = _open_direct(path)
     except OSError as error:
         raise WeightsUnreadable(path, None, f"it cannot be opened: {error.strerror}") from error
     if direct is None:
-        return descriptor, False
+        return OpenWeights(descriptor, False, False)
     stack.callback(os.close, direct)
-    return direct, True
+    return OpenWeights(direct, True, False)
 
 
 def _open_direct(path: Path) -> int | None:

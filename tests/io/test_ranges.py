@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvtier.errors import TierUnavailable
 from kvtier.format.checksum import slab_seed
 from kvtier.io.native import checksum
-from kvtier.io.ranges import FILE, TARGET, RangeProgress, RangeReader, RangeResult, resident_share
+from kvtier.io.ranges import FILE, TARGET, RangeProgress, RangeReader, RangeResult, resident_share, shared_sizes
 from tests.waiting import wait_until
 
 from cuda_double import CudaDouble
@@ -51,6 +51,7 @@ def read(
     targets: list[Target],
     *,
     direct: bool = False,
+    cached: bool = False,
     sums: npt.NDArray[np.uint64] | None = None,
     not_summed: npt.NDArray[np.uint8] | None = None,
     stall_s: float = 20.0,
@@ -59,7 +60,7 @@ def read(
     fds = [os.open(folder / str(number), os.O_RDONLY | (os.O_DIRECT if direct else 0)) for number in range(2)]
     address = 0 if sums is None else sums.ctypes.data
     skipped = 0 if not_summed is None else not_summed.ctypes.data
-    rows = [(fd, os.fstat(fd).st_size, address * (n == 0), skipped * (n == 0)) for n, fd in enumerate(fds)]
+    rows = [(fd, os.fstat(fd).st_size, address * (n == 0), skipped * (n == 0), cached) for n, fd in enumerate(fds)]
     files = np.array(rows, FILE)
     table = np.array(copies, np.int64).reshape(-1, 8)
     try:
@@ -99,21 +100,21 @@ def disjoint_copies(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[int]]:
     return copies, sizes
 
 
-@given(disjoint_copies(), st.booleans(), st.booleans(), st.booleans())
+@given(disjoint_copies(), st.booleans(), st.sampled_from(["", "direct", "cached"]), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_any_copies(
     fake_driver: Path,
     folder: Path,
     drawn: tuple[list[tuple[int, ...]], list[int]],
     on_device: bool,
-    direct: bool,
+    way: str,
     summed: bool,
 ) -> None:
     copies, sizes = drawn
     targets = [Target(size, on_device and number != 1) for number, size in enumerate(sizes)]
     sums = np.zeros(SIZE // PAGE + 1, np.uint64) if summed else None
     with CudaDouble(fake_driver), RangeReader(0 if on_device else None, **SMALL) as reader:
-        result = read(reader, folder, copies, targets, direct=direct, sums=sums)
+        result = read(reader, folder, copies, targets, direct=way == "direct", cached=way == "cached", sums=sums)
     assert result.failure is None
     assert [bytes(target.bytes) for target in targets] == expected(folder, copies, sizes)
     assert result.bytes_landed == sum(copy[2] * copy[3] for copy in copies)
@@ -127,6 +128,24 @@ def test_any_copies(
             for block in range((offset + row * pitch) // PAGE, (offset + row * pitch + row_bytes - 1) // PAGE + 1)
         }
         assert all(sums[block] == block_sum(folder, block) for block in touched)
+
+
+def test_gaps_of_a_cached_file_are_not_read(folder: Path) -> None:
+    copies = [(0, 100, 3, 1000, 40_000, 0, 0, 1000), (0, 900, 2, 300, 900, 1, 0, 300), (1, 0, 1, 10, 10, 1, 600, 10)]
+    sums = np.zeros(SIZE // PAGE + 1, np.uint64)
+    targets = [Target(3000), Target(610)]
+    with RangeReader(**SMALL) as reader:
+        # The second copy's rows are 600 bytes apart, which are read. The last copy is in another file.
+        assert read(reader, folder, copies, targets, cached=True).bytes_read == 2000 + 2000 + 10
+        assert [bytes(target.bytes) for target in targets] == expected(folder, copies, [3000, 610])
+        assert read(reader, folder, copies, targets).bytes_read > 80_000
+        assert read(reader, folder, copies, targets, cached=True, sums=sums).bytes_read > 80_000  # whole blocks
+
+
+@pytest.mark.parametrize(("cores", "readers", "threads"), [(32, 2, 16), (128, 2, 16), (64, 8, 8), (2, 2, 4)])
+def test_threads_of_several_readers(monkeypatch: pytest.MonkeyPatch, cores: int, readers: int, threads: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert shared_sizes(readers) == {"threads": threads, "piece_bytes": 2 << 20}
 
 
 def block_sum(folder: Path, block: int) -> int:
@@ -244,7 +263,7 @@ def test_bytes_before_the_place_of_progress_have_landed(cuda: CudaDouble, folder
         seen.append(landed)
 
     with RangeReader(0, **SMALL) as reader, (folder / "0").open("rb") as file:
-        files, places = np.array([(file.fileno(), SIZE, 0, 0)], FILE), np.array([target.row], TARGET)
+        files, places = np.array([(file.fileno(), SIZE, 0, 0, 0)], FILE), np.array([target.row], TARGET)
         reader.read(files, np.array([whole()], np.int64), places, progress=look)
     assert seen == sorted(seen) and seen[-1] == SIZE and any(0 < place < SIZE for place in seen)
 
@@ -259,7 +278,7 @@ def test_progress_may_stop_a_read(cuda: CudaDouble, folder: Path) -> None:
     target = Target(SIZE, on_device=True)
     fd = os.open(folder / "0", os.O_RDONLY)
     with RangeReader(0, **SMALL) as reader, pytest.raises(KeyboardInterrupt):
-        files, places = np.array([(fd, SIZE, 0, 0)], FILE), np.array([target.row], TARGET)
+        files, places = np.array([(fd, SIZE, 0, 0, 0)], FILE), np.array([target.row], TARGET)
         reader.read(files, np.array([whole()], np.int64), places, progress=stop)
     assert cuda.copying() == 0
     os.close(fd)
@@ -315,7 +334,7 @@ def test_bytes_of_a_read_that_hung_are_dropped(folder: Path) -> None:
         pytest.skip(f"a hung read needs the kernel's log: {error}")
     hung, target = Target(10), Target(SIZE)
     with RangeReader(**SMALL) as reader:
-        files, copies = np.array([(log, PAGE, 0, 0)], FILE), np.array([(0, 0, 1, 10, 0, 0, 0, 0)], np.int64)
+        files, copies = np.array([(log, PAGE, 0, 0, 0)], FILE), np.array([(0, 0, 1, 10, 0, 0, 0, 0)], np.int64)
         failure = reader.read(files, copies, np.array([hung.row], TARGET), stall_s=0.2).failure
         assert failure is not None and failure.error == errno.ETIMEDOUT
         assert read(reader, folder, [whole()], [target]).failure is None
@@ -337,7 +356,7 @@ def has_io_threads() -> bool:
 def test_a_read_that_cannot_begin_leaves_no_descriptor_open(folder: Path) -> None:
     """Each file is opened once more for the read's threads; the last one here cannot be."""
     fd = os.open(folder / "0", os.O_RDONLY)
-    files = np.array([*[(fd, SIZE, 0, 0)] * 5, (-1, SIZE, 0, 0)], FILE)
+    files = np.array([*[(fd, SIZE, 0, 0, 0)] * 5, (-1, SIZE, 0, 0, 0)], FILE)
     target, copies = Target(PAGE), np.array([(0, 0, 1, PAGE, PAGE, 0, 0, PAGE)], np.int64)
     with RangeReader(**SMALL) as reader:
         before = len(os.listdir("/proc/self/fd"))

@@ -55,10 +55,11 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("readers", [1, 2])
 @pytest.mark.parametrize("copies", CASES.values(), ids=CASES)
-def test_bytes_land(files: list[Path], copies: list[Copy]) -> None:
+def test_bytes_land(files: list[Path], copies: list[Copy], readers: int) -> None:
     targets = [torch.zeros(SIZE, dtype=torch.uint8) for _ in range(2)]
-    report = WeightReader().read(files, copies, targets)
+    report = WeightReader(readers=readers).read(files, copies, targets)
     assert [bytes(target.numpy()) for target in targets] == expected(files, copies, [SIZE, SIZE])
     assert report.bytes_landed == sum(copy.n_bytes for copy in copies)
 

@@ -222,6 +222,7 @@ void RangeJob::work(uint32_t thread) {
 
 void RangeJob::move_pieces(Stage& stage) {
   std::vector<Part> parts;
+  std::vector<PieceRange> ranges;
   const auto finish_oldest = [&] {
     const size_t slot = stage.finish_oldest();
     end_landing(stage.pieces[slot], stage.bytes[slot]);
@@ -233,11 +234,12 @@ void RangeJob::move_pieces(Stage& stage) {
     size_t slot = stage.free_slot();
     for (; slot == Stage::npos; slot = stage.free_slot()) finish_oldest();
     uint8_t* data = stage.data(slot);
-    if (!read(piece, data) || !begin_landing()) break;
+    plan_.parts_of(piece, parts);
+    plan_.ranges_of(piece, parts, ranges);
+    if (!read(piece, ranges, data) || !begin_landing()) break;
     uint64_t bytes = 0;
     try {
       if (plan_.files()[piece.file].sums != nullptr) sum(piece, data);
-      plan_.parts_of(piece, parts);
       bytes = land(parts, data, stage);
       if (stage.context) stage.record(slot, number, bytes);
     } catch (...) {
@@ -250,15 +252,19 @@ void RangeJob::move_pieces(Stage& stage) {
   while (!stage.in_flight.empty()) finish_oldest();
 }
 
-bool RangeJob::read(const RangePiece& piece, uint8_t* slot) {
-  const uint64_t needed = piece.end - piece.start;
-  const ReadResult result = read_at_least(fds_[piece.file], slot, needed, round_up(needed, kPageBytes),
-                                          static_cast<int64_t>(piece.start));
-  if (result.error != 0) {
-    fail({result.error, piece.file, piece.start + result.bytes, ""});
-    return false;
+// Reads ranges of a piece into the slot, at their distances in the file.
+bool RangeJob::read(const RangePiece& piece, const std::vector<PieceRange>& ranges, uint8_t* slot) {
+  const bool is_cached = plan_.files()[piece.file].is_cached != 0;
+  for (const auto& [from, end] : ranges) {
+    const uint64_t needed = end - from, bytes = is_cached ? needed : round_up(needed, kPageBytes);
+    const ReadResult result =
+        read_at_least(fds_[piece.file], slot + from, needed, bytes, static_cast<int64_t>(piece.start + from));
+    if (result.error != 0) {
+      fail({result.error, piece.file, piece.start + from + result.bytes, ""});
+      return false;
+    }
+    read_.fetch_add(needed, std::memory_order_relaxed);
   }
-  read_.fetch_add(needed, std::memory_order_relaxed);
   return true;
 }
 

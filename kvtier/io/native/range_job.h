@@ -98,7 +98,7 @@ class RangeJob : public std::enable_shared_from_this<RangeJob> {
 
   void work(uint32_t thread);
   void move_pieces(Stage& stage);
-  bool read(const RangePiece& piece, uint8_t* slot);
+  bool read(const RangePiece& piece, const std::vector<PieceRange>& ranges, uint8_t* slot);
   void sum(const RangePiece& piece, uint8_t* slot) const;
   uint64_t land(const std::vector<Part>& parts, const uint8_t* slot, Stage& stage);
   bool begin_landing();

@@ -7,6 +7,12 @@
 #include "neighbours.h"
 
 namespace kvtier {
+namespace {
+
+// Smaller gaps in a cached file are read: a system call takes as long as copying some KiB.
+constexpr uint64_t kCachedGapBytesMin = 4 << 10;
+
+}  // namespace
 
 RangePlan::RangePlan(std::vector<RangeFile> files, std::vector<RangeCopy> copies, uint64_t piece_bytes,
                      uint64_t block_bytes)
@@ -31,7 +37,7 @@ RangePlan::RangePlan(std::vector<RangeFile> files, std::vector<RangeCopy> copies
     uint64_t end = spans[first].end;
     size_t last = first + 1;
     for (; last < spans.size() && file_of(spans[last]) == file; last++) {
-      if (round_down(spans[last].start, unit) > round_up(end, unit) + kGapBytesMax) break;
+      if (round_down(spans[last].start, unit) > round_up(end, unit) + gap_bytes_max(file)) break;
       end = std::max(end, spans[last].end);
     }
     // Whole blocks, but not beyond the file, which may be shorter than a copy expects.
@@ -45,8 +51,8 @@ RangePlan::RangePlan(std::vector<RangeFile> files, std::vector<RangeCopy> copies
 // Rows far apart are read one by one.
 void RangePlan::add_spans(std::vector<Span>& spans, uint32_t number) const {
   const RangeCopy& copy = copies_[number];
-  const bool together =
-      copy.rows == 1 || copy.source_pitch - copy.row_bytes <= static_cast<int64_t>(kGapBytesMax);
+  const auto gap_bytes_max = static_cast<int64_t>(this->gap_bytes_max(static_cast<uint32_t>(copy.file)));
+  const bool together = copy.rows == 1 || copy.source_pitch - copy.row_bytes <= gap_bytes_max;
   const int64_t rows = together ? copy.rows : 1;
   for (int64_t row = 0; row < copy.rows; row += rows) {
     const uint64_t start = static_cast<uint64_t>(copy.offset + row * copy.source_pitch);
@@ -56,6 +62,11 @@ void RangePlan::add_spans(std::vector<Span>& spans, uint32_t number) const {
 }
 
 uint64_t RangePlan::rounding(uint32_t file) const { return files_[file].sums != nullptr ? block_bytes_ : kPageBytes; }
+
+// A gap that is not read may be as long as a piece.
+uint64_t RangePlan::gap_bytes_max(uint32_t file) const {
+  return has_gaps(file) ? std::max(kGapBytesMax, piece_bytes_) : kGapBytesMax;
+}
 
 // Cuts bytes start ... end of a file into pieces, and gives each its spans.
 void RangePlan::add_run(const std::vector<Span>& spans, size_t first, size_t last, uint64_t start, uint64_t end) {
@@ -85,6 +96,34 @@ void RangePlan::add_run(const std::vector<Span>& spans, size_t first, size_t las
 void RangePlan::parts_of(const RangePiece& piece, std::vector<Part>& parts) const {
   parts.clear();
   for (size_t i = 0; i < piece.n_spans; i++) add_parts(piece, spans_[piece.first_span + i], parts);
+}
+
+void RangePlan::ranges_of(const RangePiece& piece, const std::vector<Part>& parts,
+                          std::vector<PieceRange>& ranges) const {
+  ranges.clear();
+  if (!has_gaps(piece.file)) {
+    ranges.push_back({0, piece.end - piece.start});
+    return;
+  }
+  for (const Part& part : parts) {
+    const bool together = part.rows == 1 || part.source_pitch - part.row_bytes < kCachedGapBytesMin;
+    const uint64_t rows = together ? 1 : part.rows;
+    const uint64_t bytes = together ? (part.rows - 1) * part.source_pitch + part.row_bytes : part.row_bytes;
+    for (uint64_t row = 0; row < rows; row++) {
+      const uint64_t from = part.from + row * part.source_pitch;
+      ranges.push_back({from, from + bytes});
+    }
+  }
+  std::sort(ranges.begin(), ranges.end(),
+            [](const PieceRange& one, const PieceRange& other) { return one.from < other.from; });
+  size_t kept = 0;
+  for (const PieceRange& range : ranges) {
+    if (kept > 0 && range.from < ranges[kept - 1].end + kCachedGapBytesMin)
+      ranges[kept - 1].end = std::max(ranges[kept - 1].end, range.end);
+    else
+      ranges[kept++] = range;
+  }
+  ranges.resize(kept);
 }
 
 // A row that the piece does not hold whole is a part of its own.

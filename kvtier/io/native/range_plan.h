@@ -1,7 +1,8 @@
 // Plan of a range read: pieces of files that are read at once, and the bytes that each gives to targets. Does no I/O.
 //
 // Pieces are aligned windows of a file, so that each byte is read once, at offsets that direct I/O takes, wherever
-// ranges begin. Ranges at most 64 KiB apart are read together.
+// ranges begin. Ranges at most 64 KiB apart are read together. Of files in the page cache, where a read costs no more than
+// its bytes, pieces are the same, but gaps of 4 KiB or more within them are not read.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -21,8 +22,9 @@ struct RangeFile {
   int64_t size;
   uint64_t* sums;  // receives the checksum of each block that a copy touches; null: none is computed
   const uint8_t* not_summed;  // of each block, not 0: its checksum is not computed; null: all are
+  uint64_t is_cached;         // not 0: the file is in the page cache, and read through it
 };
-static_assert(sizeof(RangeFile) == 32, "the layout is part of the C interface");
+static_assert(sizeof(RangeFile) == 40, "the layout is part of the C interface");
 
 // Part of a piece that goes to one target. The offset is within the piece. One row: its pitches are unused.
 struct Part {
@@ -40,6 +42,11 @@ struct RangePiece {
   size_t first_span = 0, n_spans = 0;
 };
 
+// Bytes of a piece, from its start on.
+struct PieceRange {
+  uint64_t from, end;
+};
+
 class RangePlan {
  public:
   // Copies lie within their targets, and their ends do not overflow. `piece_bytes`: a multiple of `block_bytes`, which
@@ -52,6 +59,9 @@ class RangePlan {
   // Replaces `parts` by those of a piece.
   void parts_of(const RangePiece& piece, std::vector<Part>& parts) const;
 
+  // Replaces `ranges` by what must be read of a piece, in order. `parts`: those of the piece.
+  void ranges_of(const RangePiece& piece, const std::vector<Part>& parts, std::vector<PieceRange>& ranges) const;
+
  private:
   // Rows of a copy, and the bytes of the file from the first to the end of the last.
   struct Span {
@@ -63,6 +73,8 @@ class RangePlan {
   void add_spans(std::vector<Span>& spans, uint32_t copy) const;
   void add_run(const std::vector<Span>& spans, size_t first, size_t last, uint64_t start, uint64_t end);
   uint64_t rounding(uint32_t file) const;
+  bool has_gaps(uint32_t file) const { return files_[file].is_cached != 0 && files_[file].sums == nullptr; }
+  uint64_t gap_bytes_max(uint32_t file) const;
   void add_parts(const RangePiece& piece, const Span& span, std::vector<Part>& parts) const;
 
   const std::vector<RangeFile> files_;
