@@ -110,7 +110,7 @@ class SchedulerBridge:
         request = self._requests[request_id]
         request.offer = None
         request.computed_tokens = request.own_tokens = computed_tokens
-        if computed_tokens and self._has_old_blocks:
+        if computed_tokens and (self._has_old_blocks or self._has_foreign_kv):
             request.may_save = False
         if not request.may_load:
             return 0
@@ -146,17 +146,24 @@ class SchedulerBridge:
         """Note the first step of a request since it was given blocks; it computes from `computed_tokens` on.
 
         KV before that which neither the engine nor this tier supplied is another connector's: it may be lossy or
-        incomplete, so the request is not saved.
+        incomplete, so the request is not saved. The engine's own cache has that KV from then on, and does not tell it
+        from other KV: hits in it are not saved until a reset without blocks in use.
         """
         self.landed(request_id)
         request = self._requests.get(request_id)
-        # The engine's own hit may go on within the block after the one where it asked.
-        if request is None or computed_tokens < request.own_tokens + self._shape.block_tokens:
+        if request is None or computed_tokens <= request.own_tokens:
+            return
+        if computed_tokens < request.own_tokens + self._shape.block_tokens:
+            # The engine's own hit goes on within the block after the one where it asked.
+            request.may_save &= not (self._has_old_blocks or self._has_foreign_kv)
             return
         request.may_save = False
         if not self._has_foreign_kv:
             self._has_foreign_kv = True
-            log.warning("requests whose KV comes from another connector are not saved")
+            log.warning(
+                "requests whose KV comes from another connector are not saved, nor are those that begin with a hit in "
+                "vLLM's own cache, which has that KV now"
+            )
 
     def advance(self, request_id: str, frontier_tokens: int, block_ids: Sequence[int]) -> None:
         """Plan to save chunks of a running request: after this step the KV of its first `frontier_tokens` tokens, in
@@ -226,6 +233,7 @@ class SchedulerBridge:
             has_begun = True
         self._is_stopped |= not has_begun
         self._has_old_blocks = blocks_in_use
+        self._has_foreign_kv &= blocks_in_use
         self._at_reset = self._n_tracked, len(self._requests)
         self.saves.clear()
         self.room.shared.clear()

@@ -252,6 +252,17 @@ def test_what_another_connector_loaded_is_not_saved(pair: tuple[Scene, Any], cap
     assert scene.step(request, 128, 2) == []
     assert scene.end(request) == []
     assert caplog.text.count("another connector") == 1
+    for local, computed in ((96, 96), (96, 101), (0, 5)):
+        later = scene.ask(f"hit {computed}", local=local)
+        assert scene.step(later, computed, 130 - computed) == [], "vLLM's own cache has that KV now"
+        assert scene.end(later) == []
+    fresh = scene.ask("fresh")
+    assert scene.step(fresh, 0, 130) == [(10, 11), (12, 13)]
+    scene.end(fresh)
+    scene.store.stored.clear()
+    assert scene.half.reset(), "its cache is empty"
+    later = scene.ask("later", local=96)
+    assert scene.step(later, 96, 34) == [(10, 11), (12, 13)]
 
 
 @pytest.mark.parametrize("local", [0, 32, 96])
@@ -297,6 +308,8 @@ def test_own_hits_after_a_reset_while_a_request_runs_are_not_saved() -> None:
     again = scene.ask("again", local=96)
     assert scene.step(again, 96, 34) == []
     assert scene.end(again) == []
+    within = scene.ask("within", local=0)
+    assert scene.step(within, 5, 125) == [], "its hit goes on within a block"
 
 
 def test_own_hits_after_a_reset_while_an_ended_request_holds_blocks_are_not_saved() -> None:
