@@ -25,6 +25,7 @@ os.environ.update(
     VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     HF_HUB_OFFLINE="1",
     OMP_NUM_THREADS="1",
+    NUMBA_NUM_THREADS="1",  # what proposes n-grams would set the threads of OpenMP, which spin
 )
 
 if os.environ.get("ENGINE_SECOND_RUNNER"):
