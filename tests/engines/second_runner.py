@@ -17,6 +17,9 @@ def choose() -> None:
     import vllm.triton_utils  # noqa: F401 - looks for it once
 
     del backends["cpu"]  # torch's compiler looks, too, and would use it
+    import fast_interpreter
+
+    fast_interpreter.install()
     _let_it_schedule_ahead()
 
 

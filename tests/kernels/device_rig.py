@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import torch
 import triton.experimental.gluon  # noqa: F401  # its own functions as for everyone: Triton comes to it with a launch
 
+from tests.engines import fast_interpreter
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda:0")
 
@@ -29,6 +31,8 @@ def as_interpreted() -> Iterator[None]:
             os.environ["TRITON_INTERPRET"] = before
 
 
+if INTERPRETED:
+    fast_interpreter.install()
 with as_interpreted():
     from kvtier.kernels import device, device_block_sums, device_checksum
 
