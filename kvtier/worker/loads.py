@@ -163,6 +163,9 @@ class Loader:
         return Turn(has_moved, goes_on or bool(arrived), io, len(reading) * self._worker.arena.slot_bytes, is_polled)
 
     def _take(self, load: Load) -> None:
+        if self._chunks.is_stopped:
+            self._answer(load)
+            return
         load.begun_s = load.moved_s = self._worker.clock()
         insort(self.work, load, key=_turn_of)
 

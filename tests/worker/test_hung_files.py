@@ -470,6 +470,14 @@ def test_no_byte_of_a_load_that_hung_reaches_the_pages_after_close(
     assert all(map(torch.equal, reader.blocks(BLOCKS), before))
 
 
+def test_a_load_that_comes_while_loads_are_stopped_is_answered(two_sets: Path) -> None:
+    """On a tier of objects any thread may ask for one."""
+    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}) | {"io": {"threads": 2}})
+    assert reader.transfers[0]._loader.stop(1.0)
+    begin_load(reader, "late", FIRST, BLOCKS)
+    assert answers(reader, 1, TIMEOUT_S)["late"].failed_blocks == set(BLOCKS)
+
+
 def test_close_waits_for_a_scatter_under_way(two_sets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}))
     (transfer,) = reader.transfers
