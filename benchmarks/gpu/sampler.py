@@ -1,10 +1,12 @@
-"""Threads that sample a growing value while an engine works."""
+"""Observers of a process while an engine works in it: threads that sample a value, times of garbage collections."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 SAMPLE_S = 0.02  # interval between samples, seconds
 
@@ -47,3 +49,22 @@ class GrowthWatch:
         value = self._measure()
         if value != self._samples[-1][1]:
             self._samples.append((time.perf_counter(), value))
+
+
+@contextmanager
+def garbage_collections() -> Iterator[list[float]]:
+    """Yield a list that grows by the seconds of each garbage collection of this process."""
+    seconds, started = list[float](), 0.0
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        nonlocal started
+        if phase == "start":
+            started = time.perf_counter()
+        else:
+            seconds.append(time.perf_counter() - started)
+
+    gc.callbacks.append(note)
+    try:
+        yield seconds
+    finally:
+        gc.callbacks.remove(note)

@@ -21,7 +21,7 @@ from benchmarks.gpu import inside
 from benchmarks.gpu.ceilings import THREADS, copies, direct_writes, read_rate
 from benchmarks.gpu.engine import NO_TIER, MeasuredEngine, grown, parameters
 from benchmarks.gpu.models import prompt
-from benchmarks.gpu.sampler import GrowthWatch
+from benchmarks.gpu.sampler import GrowthWatch, garbage_collections
 from benchmarks.gpu.setup import EngineSetup, add_timed_engine, parser
 from benchmarks.gpu.systems import stored_bytes
 from benchmarks.report import ms
@@ -113,6 +113,7 @@ def rows_of(system: str, found: dict[str, Any], limits: dict[str, float], token_
 
 DECODER_TOKENS = 256  # tokens of each decoder's prompt
 ANSWER_TOKENS_MAX = 6000  # most tokens of each decoder's answer
+STEPS_MAX = 400  # steps of a burst that are written down
 ALONE_S = 2.0  # time of decoding before other requests come, seconds
 SAVED, LOADED = {"kvtier_load": False}, {"kvtier_save": False}
 
@@ -225,30 +226,33 @@ def _run(
 ) -> Found:
     """Ask all prompts at once for one token each; return when the tokens came, and the hit tokens.
 
-    `added_s`: time in which vLLM took the requests, before its first step. others: requests under way, whose pace
+    `added_s`: time in which vLLM took the requests, before its first step. `steps`: start, seconds and first tokens of
+    each. `garbage_s`: seconds of garbage collections. others: requests under way, whose pace
     in this time is `beside`.
     """
     llm, first_token_s, n_hits = engine.llm.llm_engine, {}, 0
     started = time.perf_counter()
     for name, tokens in wanted.items():
         llm.add_request(name, {"prompt_token_ids": tokens}, parameters(1, switches))
-    added_s, steps_s = time.perf_counter() - started, list[float]()
-    while len(first_token_s) < len(wanted):
-        began = time.perf_counter()
-        outputs = llm.step()
-        steps_s.append(round(time.perf_counter() - began, 5))
-        _note_tokens(outputs, others or {})
-        for output in outputs:
-            if output.request_id in wanted and output.finished:
-                first_token_s[output.request_id] = time.perf_counter() - started
-                n_hits += output.num_cached_tokens or 0
+    added_s, steps = time.perf_counter() - started, list[tuple[float, float, int]]()
+    with garbage_collections() as pauses:
+        while len(first_token_s) < len(wanted):
+            began = time.perf_counter()
+            outputs = llm.step()
+            ended, n_before = time.perf_counter(), len(first_token_s)
+            _note_tokens(outputs, others or {})
+            for output in outputs:
+                if output.request_id in wanted and output.finished:
+                    first_token_s[output.request_id] = time.perf_counter() - started
+                    n_hits += output.num_cached_tokens or 0
+            steps.append((round(began - started, 5), round(ended - began, 5), len(first_token_s) - n_before))
     found = {
         "added_s": added_s,
         "median_first_token_s": median(first_token_s.values()),
         "last_first_token_s": max(first_token_s.values()),
         "hit_tokens": n_hits,
-        "longest_steps_s": sorted(steps_s)[-20:],
-        "steps": len(steps_s),
+        "steps": steps[:STEPS_MAX],
+        "garbage_s": sum(pauses),
     }
     return found | ({"beside": _pace(others, started, time.perf_counter())} if others else {})
 
