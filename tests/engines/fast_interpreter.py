@@ -5,6 +5,7 @@ for each call of a device function, and into sums for an overflow check whose ou
 """
 
 import builtins
+import inspect
 import math
 from collections.abc import Callable
 from functools import cache
@@ -22,6 +23,7 @@ def install() -> None:
     if isinstance(core.tuple.__dict__.get("type"), property):
         return
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter._patch_builtin = _patch_builtin
     interpreter._get_np_dtype = _numpy_dtype(interpreter._get_np_dtype)
     interpreter.GridExecutor.__call__ = _launch(interpreter.GridExecutor.__call__)
     interpreter.InterpretedFunction.__call__ = _call
@@ -43,6 +45,18 @@ def _numpy_dtype(of_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return known[name]
 
     return cached
+
+
+@cache
+def _builtins_of(package: Any) -> list[str]:
+    return [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
+
+
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    for name in _builtins_of(package):
+        member = getattr(package, name)
+        if core.is_builtin(member):  # not patched yet
+            interpreter._patch_attr(package, name, member, builder, scope)
 
 
 def _launch(run: Callable[..., None]) -> Callable[..., None]:
