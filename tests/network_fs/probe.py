@@ -238,12 +238,13 @@ def capacity(place: Place, prompts: int) -> dict[str, Any]:
             if number % PROGRESS_PROMPTS == 0:
                 now = place.stored_bytes() - before
                 print(f"capacity: {number} prompts, {now >> 20} MiB stored, {dict(outcomes)}", flush=True)
-        time.sleep(FREED_WITHIN_S)
+        bound = limit + 2 * place.segment_bytes
+        _wait_for(lambda: place.stored_bytes() - before <= bound)
         idle = place.stored_bytes() - before
     return {
         "files": place.stripes,
         "capacity_mib": limit >> 20,
-        "limit_mib": (limit + 2 * place.segment_bytes) >> 20,
+        "limit_mib": bound >> 20,
         "most_stored_mib": most >> 20,
         "stored_idle_mib": idle >> 20,
         "most_indexed_mib": indexed >> 20,
