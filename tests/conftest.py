@@ -20,8 +20,8 @@ os.environ.setdefault(STRIPES, "1")
 
 END_TIMEOUT_S = 30.0
 # Folders and files that take half a minute or more: with `--no-loadscope-reorder` xdist begins with them, and no worker
-# is left with one while the others have ended.
-FIRST = ("simulation", "engines", "test_wheel.py", "benchmarks", "worker", "crash")
+# is left with one while the others have ended. Those of eviction mostly wait, and so go beside those that compute.
+FIRST = ("simulation", "eviction", "engines", "test_wheel.py", "benchmarks", "worker", "crash")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
