@@ -92,7 +92,7 @@ class SchedulerHalf:
         self._given = GivenBlocks()
         self._is_closed = False
         self._n_steps = 0
-        watch_weights(self)
+        watch_weights(self, vllm_config.compilation_config.static_forward_context)
         self._events: dynamo.TierEvents | None = None
         if loads and dynamo.wants_events(vllm_config):  # an engine that only saves needs no prompts sent to it
             hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or spec.block_size

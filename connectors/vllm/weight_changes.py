@@ -1,14 +1,15 @@
 """Weights that change in a running engine: vLLM does not inform its connectors, so calls from its core into the workers
-are observed. An engine whose trainer writes into the model without such a call is not protected."""
+are observed, and loads into a model in the core's own process. An engine whose trainer writes into the model in another
+way is not protected."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dis import get_instructions
 from functools import partial, wraps
 from inspect import unwrap
 from itertools import pairwise
 from types import CodeType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 # Methods of vLLM's workers that leave weights as they are. Any other may be a trainer's, whatever its name.
 READERS = """
@@ -21,16 +22,23 @@ supports_draft_weight_updates synchronize_device update_config update_max_model_
 """
 CHANGING = ("weight", "param", "load", "state_dict")  # parts of names in functions that may change weights
 WRITERS = ("data", "setattr")  # names there of what writes into tensors, beside torch's methods that end in "_"
-_watching: WeakSet[Any] = WeakSet()  # objects with a method weights_changed()
+# Objects with a method weights_changed(), and layers of their model; None: those of any model.
+_watching: WeakKeyDictionary[Any, Mapping[str, Any] | None] = WeakKeyDictionary()
 
 
-def watch_weights(watcher: Any) -> None:
-    """Call `watcher.weights_changed()` after each call in this process that may have changed an engine's weights."""
+def watch_weights(watcher: Any, layers: Mapping[str, Any] | None = None) -> None:
+    """Call `watcher.weights_changed()` after each call in this process that may have changed an engine's weights.
+
+    layers: of the engine's model, where it is in this process; loads of other models are ignored. None: they are not.
+    """
+    from vllm.model_executor.models.utils import AutoWeightsLoader
     from vllm.v1.engine.core import EngineCore
 
     if EngineCore.collective_rpc.__globals__ is not globals():
         EngineCore.collective_rpc = _observed(EngineCore.collective_rpc)
-    _watching.add(watcher)
+    if AutoWeightsLoader.load_weights.__globals__ is not globals():
+        AutoWeightsLoader.load_weights = _observed_load(AutoWeightsLoader.load_weights)
+    _watching[watcher] = layers
 
 
 def may_change_weights(method: Any, args: tuple[Any, ...] = ()) -> bool:
@@ -77,6 +85,20 @@ def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
         finally:  # a call that failed may have changed some of them
             if may_change_weights(method, args):
                 for watcher in tuple(_watching):
+                    watcher.weights_changed()
+
+    return observed
+
+
+def _observed_load(load: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(load)
+    def observed(loader: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return load(loader, *args, **kwargs)
+        finally:
+            modules = set(map(id, loader.module.modules()))
+            for watcher, layers in tuple(_watching.items()):
+                if layers is None or any(id(layer) in modules for layer in layers.values()):
                     watcher.weights_changed()
 
     return observed

@@ -412,6 +412,25 @@ def test_weights_that_change_begin_an_epoch(monkeypatch: pytest.MonkeyPatch) -> 
         assert scene.step(scene.ask("own hit", local=96), 96, 34) == saved, "the request before may have computed since"
 
 
+def test_loads_into_a_model_of_this_process_begin_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer in the engine's process calls the model's `load_weights` for each parameter."""
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    monkeypatch.setattr(AutoWeightsLoader, "load_weights", AutoWeightsLoader.load_weights)  # put back afterwards
+    scene, model, other = (
+        Scene(),
+        torch.nn.Sequential(torch.nn.Linear(2, 2)),
+        torch.nn.Sequential(torch.nn.Linear(2, 2)),
+    )
+    watch_weights(scene.half, {"layers.0": model[0]})
+    before = scene.store.epoch
+    scene.step(scene.ask("r"), 0, 130)
+    for module in (other, model, model):
+        AutoWeightsLoader(module).load_weights([("0.bias", torch.ones(2)), ("0.weight", torch.ones(2, 2))])
+    assert scene.store.epoch == before + 1
+    assert model[0].bias.tolist() == [1, 1]
+
+
 # --- block tables, before 0.32 ---
 
 
