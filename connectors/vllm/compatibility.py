@@ -78,6 +78,7 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
     check_policy(getattr(transfer, "kv_load_failure_policy", POLICY))
     parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
     _check_index(parallel, settings)
+    _check_launcher(parallel)
     longest = getattr(model, "max_model_len", None)
     if isinstance(longest, int) and settings.chunk_tokens > longest:
         fix = f"only whole chunks are stored, and no prompt here is longer than {longest} tokens (max_model_len)"
@@ -162,6 +163,15 @@ def _check_index(parallel: Any, settings: Settings) -> None:
             f"{_plain(backend)}, {ranks} ranks): nothing would ever be found; set it to embedded or redis"
         )
         raise ConfigError("index.kind", "memory", fix)
+
+
+def _check_launcher(parallel: Any) -> None:
+    """Refuse ranks that each schedule for themselves: a load that ends a step later on one of them would give the ranks
+    different batches. Raises ConfigError."""
+    backend, ranks = _plain(getattr(parallel, "distributed_executor_backend", None)), getattr(parallel, "world_size", 1)
+    if backend == "external_launcher" and ranks > 1:
+        fix = "each rank schedules for itself, and loads do not end in the same step on all; use mp or ray, or one rank"
+        raise ConfigError("distributed_executor_backend", backend, fix)
 
 
 def check_model(vllm_config: Any) -> None:

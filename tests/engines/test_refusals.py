@@ -85,6 +85,11 @@ def test_a_plain_engine_passes() -> None:
         ({"parallel__decode_context_parallel_size": 2}, "decode_context_parallel_size", "set it to 1"),
         ({"parallel__prefill_context_parallel_size": 4}, "prefill_context_parallel_size", "set it to 1"),
         (
+            {"parallel__distributed_executor_backend": "external_launcher", "parallel__world_size": 2},
+            "distributed_executor_backend",
+            "use mp or ray",
+        ),
+        (
             {"parallel__pipeline_parallel_size": 2, "speculative_config": object()},
             "pipeline_parallel_size",
             "use one or the other",
