@@ -9,7 +9,8 @@ PYTHON ?= python3
 ifndef ENGINE
 ENGINE := $(if $(shell timeout 20 nvidia-smi -L 2> /dev/null | grep '^GPU '),gpu,cpu)
 endif
-PYTEST_WORKERS ?= 2
+# One more than CI's cores: many tests wait for a time-out, a lease or a process, and another one then has the core.
+PYTEST_WORKERS ?= 3
 
 VENV := .venv$(if $(filter-out cpu,$(ENGINE)),-$(ENGINE))
 OLD_VENV := .venv-027
