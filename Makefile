@@ -9,7 +9,7 @@ PYTHON ?= python3
 ifndef ENGINE
 ENGINE := $(if $(shell timeout 20 nvidia-smi -L 2> /dev/null | grep '^GPU '),gpu,cpu)
 endif
-# One more than CI's cores: many tests wait for a time-out, a lease or a process, and another one then has the core.
+# One more than CI has cores: many tests wait for a time-out, a lease or a process, and another test then uses the core.
 PYTEST_WORKERS ?= 3
 
 VENV := .venv$(if $(filter-out cpu,$(ENGINE)),-$(ENGINE))
@@ -86,7 +86,7 @@ $(STAMPS)/python:
 	@mkdir -p $(STAMPS)
 	@touch $@
 
-# Each pip uses one core: two install what is pinned, then one adds what only this platform needs.
+# Each pip uses one core: two of them install the pinned packages, then a third one adds those that only this platform needs.
 $(STAMPS)/requirements: requirements/engine-$(ENGINE).txt | $(STAMPS)/python
 	$(call step,installing torch and what the engine needs,\
 		grep -v '^\#' $< | xargs -n 80 -P 2 $(PIP) --no-deps && $(PIP) -r $<)
@@ -105,7 +105,7 @@ $(STAMPS)/project: $(BUILD_INPUTS) $(STAMPS)/requirements $(STAMPS)/engine
 	$(call step,building and installing kvtier,$(PIP) --editable .)
 	@touch $@
 
-# What the workers of pytest would each compile when they start: torch, vLLM and the tests.
+# Bytecode of torch, vLLM and the tests, which each worker of pytest would else compile when it starts.
 $(STAMPS)/bytecode: $(READY_DEV)
 	$(call step,compiling what the tests import,$(BIN)/python -m pytest --collect-only -qq > $(STAMPS)/collected 2>&1 || true)
 	@touch $@

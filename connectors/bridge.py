@@ -146,8 +146,8 @@ class SchedulerBridge:
         """Note the first step of a request since it was given blocks; it computes from `computed_tokens` on.
 
         KV before that which neither the engine nor this tier supplied is another connector's: it may be lossy or
-        incomplete, so the request is not saved. The engine's own cache has that KV from then on, and does not tell it
-        from other KV: hits in it are not saved until a reset without blocks in use.
+        incomplete, so the request is not saved. From then on the engine's own cache holds that KV without marking it:
+        requests that begin with a hit there are not saved either, until a reset while no block is in use.
         """
         self.landed(request_id)
         request = self._requests.get(request_id)
@@ -161,8 +161,8 @@ class SchedulerBridge:
         if not self._has_foreign_kv:
             self._has_foreign_kv = True
             log.warning(
-                "requests whose KV comes from another connector are not saved, nor are those that begin with a hit in "
-                "vLLM's own cache, which has that KV now"
+                "requests whose KV comes from another connector are not saved, nor, until "
+                "reset_prefix_cache(reset_connector=True), are those that begin with a hit in vLLM's own cache"
             )
 
     def advance(self, request_id: str, frontier_tokens: int, block_ids: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ behind them.
 All of the key is in kvtier's key, and the object's length under its checksum: an object of another length is a miss.
 LMCache's keys do not contain the weights' revision, quantization, LoRA adapters, a layout or dtype that makes objects
 equally long, or serdes ("serde" in the adapter's JSON). Models that differ in these under one name need a `model_tag`
-each. LMCache informs its L2 neither of weights that change nor of a reset of its cache: raise `epoch` then.
+each. LMCache informs its L2 of neither a change of weights nor a reset of its cache: raise `epoch` when weights change.
 """
 
 import logging

@@ -15,7 +15,7 @@ same pages: SGLang has one of them write, and all read its pages.
 
 SGLang does not pass to a backend: the model's folder and revision, quantization, load format, rope settings, the
 weights of a draft model in the same pages, and the fp8 variant of a pool of bytes. So `model_tag` is required, and must
-differ if any of these does. SGLang does not pass the user either: no page belongs to a tenant.
+differ if any of these does. SGLang does not pass the user either, so no page belongs to a tenant.
 
 Updates of a running engine's weights are observed (kvtier.connectors.sglang_weights). From an update until SGLang has
 flushed its caches no page is found or stored, because the caches may hold KV of the old weights; from then on this
@@ -114,7 +114,7 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
             raise ConfigError("model_tag", None, f"{fix} changes with the weights, their format and that of the KV")
         self._storage_config = storage_config
         self._faults = Faults()
-        self._epoch: bytes | None = b""  # None: the weights have changed, and SGLang's caches may hold KV of old ones
+        self._epoch: bytes | None = b""  # None: weights changed, and SGLang's caches are not flushed since
         self._tier: ObjectTier | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -129,7 +129,7 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         self.mem_pool_host, self._page, self._tier = mem_pool_host, page, tier
         if not watch_weights(self) and HiCacheStorage is not object:
             log.warning(
-                "kvtier cannot observe updates of weights in this SGLang; if they change, restart it with another epoch"
+                "kvtier cannot observe updates of weights in this SGLang; after an update restart it with another epoch"
             )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
@@ -208,8 +208,9 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         """Find and store nothing until SGLang has emptied its caches."""
         if self._epoch is not None:
             log.warning(
-                "weights changed in place: until SGLang is started again it loads no KV stored before, and shares none "
-                "with other engines; nothing is stored until its caches are flushed (/flush_cache)"
+                "weights changed in place: nothing is loaded or stored until SGLang's caches are flushed "
+                "(POST /flush_cache); from then until a restart, which needs another epoch, it loads no KV stored "
+                "before and shares none with other engines"
             )
         self._epoch = None
 
@@ -244,7 +245,7 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         return tier.put([Object(*both) for both in zip(own, views, strict=True)])
 
     def _own(self, keys: Sequence[str]) -> list[bytes] | None:
-        """Return the keys in this epoch; None: none are found or stored now."""
+        """Return the keys in this epoch; None while nothing may be found or stored."""
         epoch = self._epoch
         if epoch is None:
             return None

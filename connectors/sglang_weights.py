@@ -1,7 +1,7 @@
-"""Weights that change in a running SGLang engine: SGLang informs its storage of neither an update nor a flush of its
-caches, so both are observed in its classes. An engine whose weights are written without these calls is not protected.
+"""Observer of weight updates in a running SGLang engine: SGLang informs its storage of neither an update nor a flush of
+its caches, so calls of the methods below are observed. Writes into weights without these calls are not.
 
-Recorded from SGLang 0.5.23; the classes are in the process in which it makes its storage.
+Names are those of SGLang 0.5.23. Its classes are used in the process that makes its storage.
 """
 
 import sys
@@ -21,9 +21,9 @@ UPDATES = (
 )
 END = "end_weight_update"
 CONTROLLER = "sglang.srt.managers.cache_controller", "HiCacheController"
-RESET = "reset"  # a flush calls it on its way: it ends the storage's threads, and the host pool is emptied then
+RESET = "reset"  # method that a flush calls: it ends the storage's threads and empties the host pool
 
-_observed: WeakSet[Any] = WeakSet()  # classes
+_wrapped: WeakSet[Any] = WeakSet()  # classes whose methods are observed
 _watching: WeakSet[Any] = WeakSet()  # objects with methods weights_changed() and caches_emptied()
 
 
@@ -33,39 +33,39 @@ def watch_weights(watcher: Any) -> bool:
     updater, controller = (getattr(sys.modules.get(module), name, None) for module, name in (UPDATER, CONTROLLER))
     if not all(hasattr(updater, name) for name in (*UPDATES, END)) or not hasattr(controller, RESET):
         return False
-    if updater not in _observed:
-        _observed.add(updater)
+    if updater not in _wrapped:
+        _wrapped.add(updater)
         for name in UPDATES:
-            setattr(updater, name, _changing()(getattr(updater, name)))
-        setattr(updater, END, _ending(getattr(updater, END)))
-    if controller not in _observed:
-        _observed.add(controller)
-        setattr(controller, RESET, _emptying()(getattr(controller, RESET)))
+            setattr(updater, name, _announcing_update()(getattr(updater, name)))
+        setattr(updater, END, _observed_end(getattr(updater, END)))
+    if controller not in _wrapped:
+        _wrapped.add(controller)
+        setattr(controller, RESET, _announcing_reset()(getattr(controller, RESET)))
     _watching.add(watcher)
     return True
 
 
 @contextmanager
-def _changing() -> Iterator[None]:
+def _announcing_update() -> Iterator[None]:
     try:
         yield
-    finally:  # a call that failed may have changed some of them
+    finally:  # a call that failed may have changed some weights
         for watcher in tuple(_watching):
             watcher.weights_changed()
 
 
 @contextmanager
-def _emptying() -> Iterator[None]:
+def _announcing_reset() -> Iterator[None]:
     yield
     for watcher in tuple(_watching):
         watcher.caches_emptied()
 
 
-def _ending(end: Callable[..., None]) -> Callable[..., None]:
+def _observed_end(end: Callable[..., None]) -> Callable[..., None]:
     @wraps(end)
     def observed(updater: Any, *, run_post_load: bool) -> None:
-        """run_post_load: no call has brought weights; another program has written them since the update began."""
-        with _changing() if run_post_load else nullcontext():
+        """run_post_load: True where another program, and no observed call, wrote weights since the update began."""
+        with _announcing_update() if run_post_load else nullcontext():
             end(updater, run_post_load=run_post_load)
 
     return observed

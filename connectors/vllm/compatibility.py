@@ -166,8 +166,8 @@ def _check_index(parallel: Any, settings: Settings) -> None:
 
 
 def _check_launcher(parallel: Any) -> None:
-    """Refuse ranks that each schedule for themselves: a load that ends a step later on one of them would give the ranks
-    different batches. Raises ConfigError."""
+    """Refuse `external_launcher` with several ranks: each schedules for itself, so a load that ends a step later
+    on one of them would give the ranks different batches. Raises ConfigError."""
     backend, ranks = _plain(getattr(parallel, "distributed_executor_backend", None)), getattr(parallel, "world_size", 1)
     if backend == "external_launcher" and ranks > 1:
         fix = "each rank schedules for itself, and loads do not end in the same step on all; use mp or ray, or one rank"

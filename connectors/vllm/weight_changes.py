@@ -1,6 +1,5 @@
-"""Weights that change in a running engine: vLLM does not inform its connectors, so calls from its core into the workers
-are observed, and loads into a model in the core's own process. An engine whose trainer writes into the model in another
-way is not protected."""
+"""Observer of weight changes in a running engine: vLLM does not inform its connectors, so calls from its core into the
+workers are observed, and loads into a model in the core's own process. Other writes into the model are not."""
 
 from collections.abc import Callable, Mapping
 from dis import get_instructions
@@ -21,15 +20,16 @@ reset_encoder_cache reset_mm_cache save_sharded_state save_tensorized_model shut
 supports_draft_weight_updates synchronize_device update_config update_max_model_len vocab_size wake_up
 """
 CHANGING = ("weight", "param", "load", "state_dict")  # parts of names in functions that may change weights
-WRITERS = ("data", "setattr")  # names there of what writes into tensors, beside torch's methods that end in "_"
-# Objects with a method weights_changed(), and layers of their model; None: those of any model.
+WRITERS = ("data", "setattr")  # names there that write into tensors, besides torch's methods, which end in "_"
+# Objects with a method weights_changed() -> layers of their engine's model, or None: see watch_weights.
 _watching: WeakKeyDictionary[Any, Mapping[str, Any] | None] = WeakKeyDictionary()
 
 
 def watch_weights(watcher: Any, layers: Mapping[str, Any] | None = None) -> None:
     """Call `watcher.weights_changed()` after each call in this process that may have changed an engine's weights.
 
-    layers: of the engine's model, where it is in this process; loads of other models are ignored. None: they are not.
+    layers: those of the engine's model, if it is in this process; loads into other models are then ignored. None: a
+    load into any model counts.
     """
     from vllm.model_executor.models.utils import AutoWeightsLoader
     from vllm.v1.engine.core import EngineCore
@@ -42,11 +42,12 @@ def watch_weights(watcher: Any, layers: Mapping[str, Any] | None = None) -> None
 
 
 def may_change_weights(method: Any, args: tuple[Any, ...] = ()) -> bool:
-    """Return True for a call into all workers after which their weights may be others. Of a function, its own code
-    is examined, not that of the functions that it calls.
+    """Return True for a call into all workers that may change their weights. Of a function only its own code is
+    examined, not that of the functions that it calls.
 
-    A function that only reads weights counts too. Nothing cheap shows that it wrote none: torch counts no writes
-    through `data` or into inference tensors, and vLLM 0.32 copies all weights into host memory for their checksums.
+    A function that only reads weights counts too, because there is no cheap way to show that it wrote none: torch
+    counts no writes through `data` or into inference tensors, and vLLM 0.32 copies all weights into host memory to sum
+    them.
     """
     if method == "apply_model" and args:
         method = args[0]

@@ -343,7 +343,7 @@ def shards_of_rank(folder: Path, manifest: ShardManifest, model: torch.nn.Module
 
 
 def _ranks_here() -> int:
-    """Return how many ranks of this engine load on this host, at most."""
+    """Return an upper bound of the number of this engine's ranks on this host: its GPUs, or all ranks if fewer."""
     return min(int(parallel_state.get_world_group().world_size), max(1, torch.cuda.device_count()))
 
 

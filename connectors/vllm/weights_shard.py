@@ -70,7 +70,7 @@ def shard(
 ) -> ShardManifest:
     """Write the shards of all ranks. Go on where an earlier call ended. Return the manifest.
 
-    progress: is called with (bytes that are written, bytes of all shards). dtype: as vLLM's --dtype.
+    progress: is called with (bytes written so far, bytes of all shards). dtype: as vLLM's --dtype.
     Raises ConfigError, TierUnavailable without room, WeightsUnreadable, WeightsDamaged, OSError.
     """
     with refusals_of_vllm(folder):

@@ -177,7 +177,7 @@ def _look_at_rooms(settings: Settings) -> tuple[str, ...]:
 
 
 def _beyond_the_whole_disk(settings: Settings) -> str:
-    """Return an error for a capacity set above the size of the disk, which limits nothing; "" for a smaller one."""
+    """Return an error if the capacity is set above the size of the disk, where it limits nothing; else ""."""
     disk = os.statvfs(place_of(settings.root))
     total_bytes = disk.f_blocks * disk.f_frsize
     if "capacity_bytes" not in settings.model_fields_set or settings.capacity_bytes <= total_bytes:

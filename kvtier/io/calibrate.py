@@ -109,7 +109,7 @@ def scratch_file(folder: Path, direct: bool) -> Iterator[int]:
 
 
 def record_buffers(count: int) -> list[AlignedBuffer]:
-    """Return buffers with a record of KEY each. A file system that compresses finds nothing in its slabs."""
+    """Return buffers that each hold a record of KEY. Its slabs are random bytes, which no file system can compress."""
     extent = Extent(0, 1, 0, SLABS)
     header = RecordHeader(KEY, bytes(16), bytes(16), SLAB_BYTES, 256, 1, extent, 0, (0,) * SLABS).pack()
     noise = os.urandom(SLAB_BYTES)

@@ -23,16 +23,18 @@ from kvtier.io.native import Message, library, quick
 # The fastest of those tried on an H200 with PCIe Gen5 and 16 cores, from tmpfs (benchmarks/results/gpu/
 # weights_threads.json): more threads take cores from each other, more slots no longer fit into the last-level cache.
 THREADS, SLOTS, PIECE_BYTES = 12, 2, 4 << 20
-# With two readers on 32 cores, one a GPU, 16 threads with buffers of 2 MiB were 16 % faster than those, and took less
-# memory; one reader alone was 12 % slower with 2 MiB (weights_two_ranks.json, weights_sizes.json).
+# Sizes of a reader that shares its host with others. Two readers on 32 cores, each with its own GPU, were 16 % faster
+# with 16 threads and buffers of 2 MiB than with 12 and 4 MiB, and used less memory (weights_two_ranks.json). One reader
+# alone was 12 % slower with 14 threads and buffers of 2 MiB (weights_sizes.json).
 SHARED_THREADS, SHARED_PIECE_BYTES = 16, 2 << 20
-THREADS_MIN = 4  # of each reader, however few the cores: storage takes several reads at once
+THREADS_MIN = 4  # threads of a reader that shares its host, even with fewer cores: storage serves several reads at once
 # Bytes of a file that one checksum covers: `slab_checksum` under `slab_seed(SEED_KEY, 0, 0)`, the last block padded
 # with zeros to whole pairs.
 BLOCK_BYTES = 1 << 20
 SEED_KEY = b"kvtier weights\0\0"  # of all blocks
 # sums: address of one u64 a block, or 0. not_summed: address of one byte a block, other than 0 for blocks that get no
-# checksum; or 0. is_cached: 1 for a file in the page cache that is read through it, without the gaps between rows.
+# checksum; or 0. is_cached: 1 for a file that is in the page cache and read through it; if its sums is 0 too, gaps
+# between rows are not read.
 FILE = np.dtype([("fd", "<i8"), ("size", "<i8"), ("sums", "<u8"), ("not_summed", "<u8"), ("is_cached", "<u8")])
 TARGET = np.dtype([("address", "<u8"), ("on_device", "<u8")])  # bytes of address 0 are read and dropped
 COPY_FIELDS = 8
@@ -184,7 +186,7 @@ class RangeReader:
 
 
 def shared_sizes(readers: int) -> dict[str, int]:
-    """Return the sizes of a RangeReader that is one of several on this host: keyword arguments of it."""
+    """Return sizes, as keyword arguments, for each of `readers` RangeReaders that read on this host at once."""
     threads = max(THREADS_MIN, min(SHARED_THREADS, len(os.sched_getaffinity(0)) // readers))
     return {"threads": threads, "piece_bytes": SHARED_PIECE_BYTES}
 

@@ -180,9 +180,9 @@ def run_within(name: str, timeout_s: float, work: Job) -> bool:
 
 
 def run_each(name: str, threads: int, timeout_s: float, work: Callable[[T], object], items: Sequence[T]) -> float:
-    """Run `work` of each item on so many threads. Return the seconds that it took.
+    """Call `work` with each item, on `threads` threads. Return the seconds that all calls together took.
 
-    Raises the first OSError of an item, and OSError(ETIMEDOUT) if they did not all end in `timeout_s`.
+    Raises the first OSError of a call, or OSError(ETIMEDOUT) if the calls did not all end in `timeout_s`.
     """
     faults: list[OSError] = []
 

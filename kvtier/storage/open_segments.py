@@ -66,19 +66,19 @@ class OpenSegment:
 
 class OpenSegments:
     """Open files of one folder. Thread-safe. `before_close` is called with each descriptor that had a user, and must
-    not wait. begin: runs a job on another thread, or returns False; with it, `lease` waits for no close.
+    not wait. submit: queues a job for another thread, or returns False; with it, `lease` waits for no close.
 
     lock, released, is_closed: for OpenSegment. released: forgotten segments without users, which are to be closed.
     """
 
     def __init__(
-        self, before_close: Callable[[int], None] = lambda fd: None, begin: Callable[[Job], object] | None = None
+        self, before_close: Callable[[int], None] = lambda fd: None, submit: Callable[[Job], object] | None = None
     ) -> None:
         self.lock = threading.Lock()
         self.released: list[OpenSegment] = []
         self.is_closed = False
         self._before_close = before_close
-        self._begin = begin
+        self._submit = submit
         self._open: OrderedDict[Name, OpenSegment] = OrderedDict()
         self._most_open = most_open(OPEN_FILES_MAX)
         register(self)
@@ -118,10 +118,10 @@ class OpenSegments:
         if segment.fd != found[0]:
             close_file(found[0])  # another thread opened it at the same time
         self._forget_unused(beyond=self._most_open)
-        if self._begin is None:
+        if self._submit is None:
             self.close_released()
         elif self.released:
-            self._begin(self.close_released)  # refused only beside jobs that close these too
+            self._submit(self.close_released)  # refused only while queued jobs will close these too
         return segment
 
     def lease_anew(self, set_id: int, part: int) -> OpenSegment | None:
@@ -206,7 +206,7 @@ class OpenSegments:
                 self.released.append(segment)
 
     def _forget_unused(self, beyond: int) -> None:
-        """Stop giving out the unused segments, the longest unused first, until `beyond` are left."""
+        """Move unused segments to `released`, the longest unused first, until `beyond` segments are left open."""
         with self.lock:
             excess = len(self._open) - beyond
             unused = [name for name, segment in self._open.items() if segment.users == 0][: max(0, excess)]

@@ -74,7 +74,8 @@ class NeverBegun(Corrupt):
 class SegmentFiles(OpenSegments):
     """Segments in one folder. Thread-safe; descriptors are shared, counted, and closed when long unused.
 
-    Raises TierUnavailable where the file system refuses (full, read-only, gone). before_close, begin: see OpenSegments.
+    Raises TierUnavailable where the file system refuses (full, read-only, gone).
+    before_close, submit: see OpenSegments.
     is_in_place: whether the folder's root is the one that was opened; asked when a segment is missing.
     flushes: other nodes see what is written only after fdatasync, which `create` calls for the header.
     """
@@ -86,13 +87,13 @@ class SegmentFiles(OpenSegments):
         before_close: Callable[[int], None] = lambda fd: None,
         is_in_place: Callable[[], bool] = lambda: True,
         flushes: bool = False,
-        begin: Callable[[Job], object] | None = None,
+        submit: Callable[[Job], object] | None = None,
     ) -> None:
         self.folder = folder
         self._flushes = flushes
         self._is_in_place = is_in_place
         self._flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
-        super().__init__(before_close, begin)
+        super().__init__(before_close, submit)
 
     def create(self, header: SegmentHeader) -> None:
         """Make a whole segment of empty slots. One that exists with this very header will do.
@@ -317,7 +318,7 @@ class SegmentFolders:
 
     check: raises TierUnavailable when a namespace is none that may be used here; asked until it does not.
     before_close, is_in_place: see SegmentFiles.
-    sharing: what holds of the files between nodes. begin: see OpenSegments; set before the first use of a namespace.
+    sharing: what holds of the files between nodes. submit: see OpenSegments; set before the first use of a namespace.
     """
 
     def __init__(
@@ -330,7 +331,7 @@ class SegmentFolders:
         sharing: Sharing = Sharing(),  # noqa: B008 - immutable
     ) -> None:
         self.sharing = sharing
-        self.begin: Callable[[Job], object] | None = None
+        self.submit: Callable[[Job], object] | None = None
         self._folder = folder
         self._make = partial(SegmentFiles, direct=direct, before_close=before_close, is_in_place=is_in_place)
         self._check = check
@@ -346,7 +347,7 @@ class SegmentFolders:
             return known
         self._check(namespace)
         with self._lock:
-            made = self._make(self._folder / namespace.hex(), flushes=self.sharing.flushes, begin=self.begin)
+            made = self._make(self._folder / namespace.hex(), flushes=self.sharing.flushes, submit=self.submit)
             return self._known.setdefault(namespace, made)
 
     def open_sets(self) -> set[int]:

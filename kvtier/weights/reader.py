@@ -57,7 +57,7 @@ class WeightReader:
         """Set the deadline and the observer of all reads.
 
         stall_s: longest time without any new byte, seconds. progress: is called about 20 times a second with the
-        bytes that have landed. readers: how many processes read on this host at the same time, with this one.
+        bytes that have landed. readers: number of processes on this host that read at the same time, this one included.
         """
         self._stall_s, self._progress = stall_s, progress
         self._sizes = {} if readers == 1 else ranges.shared_sizes(readers)
@@ -231,29 +231,29 @@ def extent(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-class OpenWeights(NamedTuple):
-    """File that is open for reads. is_cached: most of it is in the page cache, and it is read through that."""
+class OpenWeightFile(NamedTuple):
+    """Weight file that is open for reads. is_cached: most of it is in the page cache, and reads go through it."""
 
     descriptor: int
     is_direct: bool
     is_cached: bool
 
 
-def open_file(path: Path, stack: ExitStack) -> OpenWeights:
-    """Open a file for direct reads, unless most of it is in the page cache or its file system has none."""
+def open_file(path: Path, stack: ExitStack) -> OpenWeightFile:
+    """Open a file for direct reads, unless most of it is in the page cache or its file system refuses them."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         stack.callback(os.close, descriptor)
         resident = ranges.resident_share(descriptor, os.fstat(descriptor).st_size)
         if resident is not None and resident >= BUFFERED_SHARE:
-            return OpenWeights(descriptor, False, True)
+            return OpenWeightFile(descriptor, False, True)
         direct = _open_direct(path)
     except OSError as error:
         raise WeightsUnreadable(path, None, f"it cannot be opened: {error.strerror}") from error
     if direct is None:
-        return OpenWeights(descriptor, False, False)
+        return OpenWeightFile(descriptor, False, False)
     stack.callback(os.close, direct)
-    return OpenWeights(direct, True, False)
+    return OpenWeightFile(direct, True, False)
 
 
 def _open_direct(path: Path) -> int | None:

@@ -100,7 +100,7 @@ class ShardFolder:
         """Begin, or go on where an earlier attempt at the same shards ended. Raises ConfigError.
 
         folder: locked by the caller with `locked_folder`.
-        progress: is called with (bytes that are written, bytes of all shards) after each tensor.
+        progress: is called after each tensor with (bytes written so far, bytes of all shards).
         """
         self._folder, self._manifest, self._progress = folder, manifest, progress
         self._done_bytes, self._total_bytes = 0, 0
@@ -137,7 +137,7 @@ class ShardFolder:
             data_bytes = sum(state.state[key].nbytes for key in names)
             self._files[name] = len(header) + data_bytes
             if path.exists() and path.stat().st_size == self._files[name]:
-                self._tell(data_bytes)
+                self._report(data_bytes)
                 continue
             try:
                 _write(path, self._contents(header, _filled(state, names, reader)))
@@ -153,9 +153,9 @@ class ShardFolder:
             dense = tensor.detach().contiguous()
             # Not by numpy: a tensor that has been an array can't be freed while others refer to it.
             yield memoryview((ctypes.c_uint8 * dense.nbytes).from_address(dense.data_ptr()))
-            self._tell(tensor.nbytes)
+            self._report(tensor.nbytes)
 
-    def _tell(self, n_bytes: int) -> None:
+    def _report(self, n_bytes: int) -> None:
         self._done_bytes += n_bytes
         self._progress(self._done_bytes, self._total_bytes)
 

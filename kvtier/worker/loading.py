@@ -147,8 +147,8 @@ class ChunkLoader:
     """Steps of the chunks of a worker. Not thread-safe: called on the loop's thread.
 
     in_state: the chunks of each state, in the order in which they reached it; a turn goes through these states.
-    scattering: held while a scatter is launched; on the CPU, until it is done. is_stopped: nothing is scattered any
-    more; changed under that lock, by another thread.
+    scattering: lock, held while a scatter is launched; on the CPU, until it is done. is_stopped: no scatter may begin;
+    set by another thread under that lock.
     """
 
     def __init__(

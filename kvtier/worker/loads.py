@@ -113,8 +113,8 @@ class Loader:
                     return done, timings
 
     def stop(self, timeout_s: float) -> bool:
-        """Fail the loads under way. No scatter begins after this returns, whenever a read that hangs ends. Return False
-        if launched scatters had not ended after `timeout_s`."""
+        """Fail the loads under way and refuse later ones. No scatter begins after this returns, even if a read that
+        hangs ends later. Return False if launched scatters have not ended within `timeout_s`."""
         with self._chunks.scattering:
             self._chunks.is_stopped = True
         if self._unanswered:

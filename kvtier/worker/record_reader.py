@@ -134,8 +134,8 @@ class RecordReader:
                 self._check_form(chunk.key, location)
         sources = sources_of(located, self._worker.share.reads, self.arena.slot_bytes)
         if sources is None:
-            if entries.is_complete(chunk.entry):  # while it is, the chunk is not saved again
-                for location in located:  # records that overlap, being of unlike cuts, do not fit the slot together
+            if entries.is_complete(chunk.entry):  # a complete entry keeps the chunk from being saved again
+                for location in located:  # records of different cuts overlap, so they do not fit the slot together
                     self.retract(chunk.key, location)
             raise FetchFailed("its records do not make up this rank's share")
         ops, opened = list[ReadOp](), list[tuple[OpenSegment, int]]()

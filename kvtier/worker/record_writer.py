@@ -461,7 +461,7 @@ class RecordWriter:
     def trim(self) -> None:
         """Give back the space of our segments' slots that will stay empty, after the last save."""
         self.segments.erase_unpublished()
-        slots_used, self._slots_used = self._slots_used, {}  # a call that hung may go on beside a second one
+        slots_used, self._slots_used = self._slots_used, {}  # an earlier call that hung may still run beside this one
         for (namespace, set_id), (used, slots) in slots_used.items():
             if used == slots:
                 continue

@@ -40,7 +40,7 @@ class Progress(NamedTuple):
 
 class TransferJobs(NamedTuple):
     """Threads of a worker. loop: one, of all loads and saves; load, save: of their work that waits for storage or the
-    index; tidy: one, of `Transfer.tidy` and of closes, which wait for them too."""
+    index; tidy: one, of `Transfer.tidy` and of closing unused segments, which may wait for storage too."""
 
     loop: Jobs
     load: Jobs
@@ -70,7 +70,7 @@ class Transfer:
         self._worker = worker
         self._jobs = jobs
         self._pinner = pinner
-        worker.files.begin = jobs.tidy.submit
+        worker.files.submit = jobs.tidy.submit
         self._tickers: list[Ticker] = []
         self._loop = TransferLoop(worker, jobs.loop)
         self._loader = Loader(worker, admit, self._loop, jobs.load)
@@ -138,10 +138,10 @@ class Transfer:
         return self._loop.drain(timeout_s)
 
     def close(self) -> None:
-        """End the background work; loads under way fail, and what is still queued is dropped. No byte reaches the pages
-        after this returns. Call `drain` first."""
+        """End the background work: loads under way fail, and queued work is dropped. No byte reaches the pages after
+        this returns, unless it logs that copies still run. Call `drain` first."""
         if not self._loader.stop(CLOSE_TIMEOUT_S):
-            log.warning("the device does not end its copies into the KV cache; its memory must not be freed")
+            log.warning("copies into the KV cache still run after %g s: do not free its memory", CLOSE_TIMEOUT_S)
         for ticker in self._tickers:
             ticker.close(CLOSE_TIMEOUT_S)
         for jobs in self._jobs:

@@ -252,7 +252,7 @@ void RangeJob::move_pieces(Stage& stage) {
   while (!stage.in_flight.empty()) finish_oldest();
 }
 
-// Reads ranges of a piece into the slot, at their distances in the file.
+// Reads ranges of a piece into the slot, each at its offset within the piece.
 bool RangeJob::read(const RangePiece& piece, const std::vector<PieceRange>& ranges, uint8_t* slot) {
   const bool is_cached = plan_.files()[piece.file].is_cached != 0;
   for (const auto& [from, end] : ranges) {

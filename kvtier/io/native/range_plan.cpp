@@ -9,7 +9,7 @@
 namespace kvtier {
 namespace {
 
-// Smaller gaps in a cached file are read: a system call takes as long as copying some KiB.
+// Smallest gap in a cached file that is not read: another system call takes as long as copying some KiB.
 constexpr uint64_t kCachedGapBytesMin = 4 << 10;
 
 }  // namespace
@@ -63,9 +63,9 @@ void RangePlan::add_spans(std::vector<Span>& spans, uint32_t number) const {
 
 uint64_t RangePlan::rounding(uint32_t file) const { return files_[file].sums != nullptr ? block_bytes_ : kPageBytes; }
 
-// A gap that is not read may be as long as a piece.
+// Longest gap within a piece. One that is not read costs nothing, so it may be as long as a piece.
 uint64_t RangePlan::gap_bytes_max(uint32_t file) const {
-  return has_gaps(file) ? std::max(kGapBytesMax, piece_bytes_) : kGapBytesMax;
+  return skips_gaps(file) ? std::max(kGapBytesMax, piece_bytes_) : kGapBytesMax;
 }
 
 // Cuts bytes start ... end of a file into pieces, and gives each its spans.
@@ -101,7 +101,7 @@ void RangePlan::parts_of(const RangePiece& piece, std::vector<Part>& parts) cons
 void RangePlan::ranges_of(const RangePiece& piece, const std::vector<Part>& parts,
                           std::vector<PieceRange>& ranges) const {
   ranges.clear();
-  if (!has_gaps(piece.file)) {
+  if (!skips_gaps(piece.file)) {
     ranges.push_back({0, piece.end - piece.start});
     return;
   }

@@ -1,8 +1,8 @@
 // Plan of a range read: pieces of files that are read at once, and the bytes that each gives to targets. Does no I/O.
 //
 // Pieces are aligned windows of a file, so that each byte is read once, at offsets that direct I/O takes, wherever
-// ranges begin. Ranges at most 64 KiB apart are read together. Of files in the page cache, where a read costs no more than
-// its bytes, pieces are the same, but gaps of 4 KiB or more within them are not read.
+// ranges begin. Ranges at most 64 KiB apart are read together. In files that are in the page cache and get no checksums,
+// gaps of 4 KiB or more within a piece are not read: there a small read costs little more than copying its bytes.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -42,7 +42,7 @@ struct RangePiece {
   size_t first_span = 0, n_spans = 0;
 };
 
-// Bytes of a piece, from its start on.
+// Bytes of a piece, as offsets from its start.
 struct PieceRange {
   uint64_t from, end;
 };
@@ -59,7 +59,7 @@ class RangePlan {
   // Replaces `parts` by those of a piece.
   void parts_of(const RangePiece& piece, std::vector<Part>& parts) const;
 
-  // Replaces `ranges` by what must be read of a piece, in order. `parts`: those of the piece.
+  // Replaces `ranges` by the bytes of a piece that must be read, in order. `parts`: those of the piece.
   void ranges_of(const RangePiece& piece, const std::vector<Part>& parts, std::vector<PieceRange>& ranges) const;
 
  private:
@@ -73,7 +73,7 @@ class RangePlan {
   void add_spans(std::vector<Span>& spans, uint32_t copy) const;
   void add_run(const std::vector<Span>& spans, size_t first, size_t last, uint64_t start, uint64_t end);
   uint64_t rounding(uint32_t file) const;
-  bool has_gaps(uint32_t file) const { return files_[file].is_cached != 0 && files_[file].sums == nullptr; }
+  bool skips_gaps(uint32_t file) const { return files_[file].is_cached != 0 && files_[file].sums == nullptr; }
   uint64_t gap_bytes_max(uint32_t file) const;
   void add_parts(const RangePiece& piece, const Span& span, std::vector<Part>& parts) const;
 
