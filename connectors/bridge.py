@@ -160,6 +160,8 @@ class SchedulerBridge:
         request.may_save = False
         if not self._has_foreign_kv:
             self._has_foreign_kv = True
+            for other in self._requests.values():  # one that was admitted in the same step may have hit these blocks
+                other.may_save &= not other.computed_tokens
             log.warning(
                 "requests whose KV comes from another connector are not saved, nor, until "
                 "reset_prefix_cache(reset_connector=True), are those that begin with a hit in vLLM's own cache"

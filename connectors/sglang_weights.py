@@ -25,6 +25,7 @@ RESET = "reset"  # method that a flush calls: it ends the storage's threads and 
 
 _wrapped: WeakSet[Any] = WeakSet()  # classes whose methods are observed
 _watching: WeakSet[Any] = WeakSet()  # objects with methods weights_changed() and caches_emptied()
+_updated: WeakSet[Any] = WeakSet()  # classes by which weights have changed since the process started
 
 
 def watch_weights(watcher: Any) -> bool:
@@ -36,20 +37,23 @@ def watch_weights(watcher: Any) -> bool:
     if updater not in _wrapped:
         _wrapped.add(updater)
         for name in UPDATES:
-            setattr(updater, name, _announcing_update()(getattr(updater, name)))
-        setattr(updater, END, _observed_end(getattr(updater, END)))
+            setattr(updater, name, _announcing_update(updater)(getattr(updater, name)))
+        setattr(updater, END, _observed_end(updater, getattr(updater, END)))
     if controller not in _wrapped:
         _wrapped.add(controller)
         setattr(controller, RESET, _announcing_reset()(getattr(controller, RESET)))
     _watching.add(watcher)
+    if updater in _updated:  # SGLang detaches a storage and attaches another one while it runs
+        watcher.weights_changed()
     return True
 
 
 @contextmanager
-def _announcing_update() -> Iterator[None]:
+def _announcing_update(updater: Any) -> Iterator[None]:
     try:
         yield
     finally:  # a call that failed may have changed some weights
+        _updated.add(updater)
         for watcher in tuple(_watching):
             watcher.weights_changed()
 
@@ -61,11 +65,11 @@ def _announcing_reset() -> Iterator[None]:
         watcher.caches_emptied()
 
 
-def _observed_end(end: Callable[..., None]) -> Callable[..., None]:
+def _observed_end(updater: Any, end: Callable[..., None]) -> Callable[..., None]:
     @wraps(end)
-    def observed(updater: Any, *, run_post_load: bool) -> None:
+    def observed(self: Any, *, run_post_load: bool) -> None:
         """run_post_load: True where another program, and no observed call, wrote weights since the update began."""
-        with _announcing_update() if run_post_load else nullcontext():
-            end(updater, run_post_load=run_post_load)
+        with _announcing_update(updater) if run_post_load else nullcontext():
+            end(self, run_post_load=run_post_load)
 
     return observed

@@ -245,14 +245,16 @@ class SchedulerHalf:
             scheduled.num_scheduled_tokens.keys(), scheduled.total_num_scheduled_tokens, time.monotonic()
         )
         block_state = getattr(scheduled, "kv_connector_block_state", None)
-        for request_id, computed in _computed_tokens(scheduled):
-            request = self._requests.get(request_id)
-            n_tokens = scheduled.num_scheduled_tokens.get(request_id, 0)
-            if request is None or not n_tokens or not self._saves:
-                continue
+        running = [
+            (request_id, self._requests[request_id], computed, scheduled.num_scheduled_tokens[request_id])
+            for request_id, computed in _computed_tokens(scheduled)
+            if self._saves and request_id in self._requests and scheduled.num_scheduled_tokens.get(request_id, 0)
+        ]
+        for request_id, request, computed, _ in running:  # all of them before any is saved: see `begin`
             if request_id not in self._given.reached:
                 self._bridge.begin(request_id, computed)
                 self._frontiers.anew(request)
+        for request_id, request, computed, n_tokens in running:
             self._given.reached[request_id] = computed + n_tokens
             frontier = self._frontiers.of_step(request, computed, n_tokens, self._n_steps)
             if self._bridge.chunks_pending(request_id, frontier) and self._is_of_its_key(request):

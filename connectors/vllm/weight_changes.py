@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dis import get_instructions
 from functools import partial, wraps
 from inspect import unwrap
-from itertools import pairwise
 from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -61,7 +60,7 @@ def may_change_weights(method: Any, args: tuple[Any, ...] = ()) -> bool:
     for code in filter(None, codes):
         names += code.co_names
         codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-        if _assigns_slices(code):
+        if _writes_into_tensors(code):
             return True
     return any(
         name in WRITERS or (name.endswith("_") and not name.endswith("__")) or any(part in name for part in CHANGING)
@@ -69,13 +68,12 @@ def may_change_weights(method: Any, args: tuple[Any, ...] = ()) -> bool:
     )
 
 
-def _assigns_slices(code: CodeType) -> bool:
-    """Return True if the code has `x[...:...] = y` or `x[...] = y`, as for tensors."""
-    calls = [(one.opname, one.argval) for one in get_instructions(code)]
-    stores = [before for before, (name, _) in pairwise(calls) if name == "STORE_SUBSCR"]
-    return any(name == "BUILD_SLICE" or argument is Ellipsis for name, argument in stores) or any(
-        name == "STORE_SLICE" for name, _ in calls
-    )
+def _writes_into_tensors(code: CodeType) -> bool:
+    """Return True if the code assigns to an item and has a slice or `...`, as in `x[:, 0] = y`, or passes `out`."""
+    names = {one.opname for one in get_instructions(code)}
+    constants = [part for each in code.co_consts for part in (each if isinstance(each, tuple) else (each,))]
+    has_slice = "BUILD_SLICE" in names or any(each is Ellipsis or isinstance(each, slice) for each in constants)
+    return "STORE_SLICE" in names or ("STORE_SUBSCR" in names and has_slice) or "out" in constants
 
 
 def _observed(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -121,7 +121,7 @@ class OpenSegments:
         if self._submit is None:
             self.close_released()
         elif self.released:
-            self._submit(self.close_released)  # refused only while queued jobs will close these too
+            self._submit(self.close_released)  # refused while the thread tidies; its next tidying closes these too
         return segment
 
     def lease_anew(self, set_id: int, part: int) -> OpenSegment | None:

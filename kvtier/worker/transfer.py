@@ -14,7 +14,7 @@ from kvtier.codecs.base import slab_bytes
 from kvtier.maintenance.record_check import RECHECK_INTERVAL_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
 from kvtier.runtime.metrics import Metrics
-from kvtier.runtime.threads import Jobs, Ticker, run_within
+from kvtier.runtime.threads import Job, Jobs, Ticker, run_within
 from kvtier.scheduler.engine_report import ArenaFill, RankFigures
 from kvtier.scheduler.load_threshold import LoadCost
 from kvtier.worker.arenas import Pinner
@@ -70,7 +70,7 @@ class Transfer:
         self._worker = worker
         self._jobs = jobs
         self._pinner = pinner
-        worker.files.submit = jobs.tidy.submit
+        worker.files.submit = self._submit_tidying
         self._tickers: list[Ticker] = []
         self._loop = TransferLoop(worker, jobs.loop)
         self._loader = Loader(worker, admit, self._loop, jobs.load)
@@ -161,6 +161,10 @@ class Transfer:
                 "the storage does not answer: this rank's segments are left open and untrimmed for garbage collection"
             )
         self._worker.index.close()
+
+    def _submit_tidying(self, job: Job) -> bool:
+        """Queue the job if the thread has nothing to do: the one place of its queue is for `tidy`."""
+        return not self._jobs.tidy.pending() and self._jobs.tidy.submit(job)
 
     def _tick(self) -> None:
         """Make no call that may hang."""

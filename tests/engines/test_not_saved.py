@@ -265,6 +265,21 @@ def test_what_another_connector_loaded_is_not_saved(pair: tuple[Scene, Any], cap
     assert scene.step(later, 96, 34) == [(10, 11), (12, 13)]
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_hit_in_what_another_connector_loads_in_the_same_step_is_not_saved(
+    pair: tuple[Scene, Any], is_first: bool
+) -> None:
+    """vLLM caches those blocks while it schedules, before the connector learns of the first request."""
+    scene, both = pair
+    loaded, hit = admitted_by(both, scene), scene.ask("hit", local=96)
+    new = [SimpleNamespace(req_id=name.request_id, block_ids=(list(range(10, 15)),), num_computed_tokens=computed)
+           for name, computed in ((loaded, 128), (hit, 96))]  # fmt: skip
+    tokens = {loaded.request_id: 2, hit.request_id: 34}
+    step = scene.half.build_step(output(new if is_first else new[::-1], tokens)).step
+    assert not step.before and not step.after
+    assert scene.end(hit) == []
+
+
 @pytest.mark.parametrize("local", [0, 32, 96])
 def test_what_the_engine_found_itself_is_saved(local: int) -> None:
     """Also where its own hit goes on within a block, past the whole blocks that it tells of."""
@@ -365,7 +380,19 @@ def counters_of(worker: Any) -> dict[str, int]:
     return found
 
 
-WRITES += write_slice, write_all
+def write_column(model: Any) -> None:
+    model.norm.bias[:, 0] = 0
+
+
+def add_to_slice(model: Any) -> None:
+    model.norm.bias[1:2, ...] += 1
+
+
+def multiply_into(model: Any) -> None:
+    torch.mul(model.norm.bias, 2, out=model.norm.bias)
+
+
+WRITES += write_slice, write_all, write_column, add_to_slice, multiply_into
 
 
 def test_weights_that_change_begin_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:

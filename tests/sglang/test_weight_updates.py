@@ -53,7 +53,9 @@ def is_off(one: Engine) -> bool:
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_pages_of_old_weights_are_found_no_more(tmp_path: Path, engine: SGLang, update: str) -> None:
+def test_pages_of_old_weights_are_found_no_more(
+    tmp_path: Path, engine: SGLang, update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with engine_at(tmp_path) as one, engine_at(tmp_path) as other:
         assert one.store(KEYS)
         assert getattr(engine.updater, update)("path", load_format=None) == update
@@ -66,6 +68,11 @@ def test_pages_of_old_weights_are_found_no_more(tmp_path: Path, engine: SGLang, 
         assert one.store(KEYS[:2]) and one.load(KEYS[:3]) == [*one.expected(KEYS[:2]), None]
         engine.controller.reset()
         assert one.load(KEYS[:2]) == one.expected(KEYS[:2]), "a flush without an update leaves the storage as it is"
+        with engine_at(tmp_path) as attached:
+            assert is_off(attached), "storage that is attached to the engine after its update"
+            engine.controller.reset()
+            assert attached.load(KEYS) == [None] * 8
+        SGLang(monkeypatch)  # the classes of another process
         with engine_at(tmp_path) as later:
             assert later.load(KEYS) == later.expected(KEYS), "a restarted process needs another epoch"
         assert other.load(KEYS) == [None] * 8, "it is in the same process, with an epoch of its own"
