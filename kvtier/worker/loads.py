@@ -119,14 +119,7 @@ class Loader:
             self._chunks.is_stopped = True
         if self._unanswered:
             self._loop.post(self._fail_all)
-        ends_s = self._worker.clock() + timeout_s
-        with self._loop.changed:
-            while self._unanswered:
-                left_s = ends_s - self._worker.clock()
-                if left_s <= 0:
-                    return False
-                self._loop.changed.wait(left_s)
-            return True
+        return self._loop.wait_until(lambda: not self._unanswered, timeout_s)
 
     # --- the loop's thread ---
 

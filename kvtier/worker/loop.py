@@ -117,9 +117,14 @@ class TransferLoop:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is under way. Return False when `timeout_s` was not enough."""
+        return self.wait_until(lambda: not (self._is_running or self.n_tasks), timeout_s)
+
+    def wait_until(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until `is_so()`, which is asked under the lock whenever `changed` is notified. Return False when
+        `timeout_s` was not enough."""
         ends_s = time.monotonic() + timeout_s
         with self.changed:
-            while self._is_running or self.n_tasks:
+            while not is_so():
                 left_s = ends_s - time.monotonic()
                 if left_s <= 0:
                     return False
