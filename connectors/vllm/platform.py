@@ -14,6 +14,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from kvtier.connectors.vllm.kv_dtypes import PLAIN, is_slot, kv_dtype_of, torch_name
 from kvtier.errors import ConfigError
 
@@ -67,6 +69,14 @@ def device_name() -> str:
     except (AttributeError, NotImplementedError, RuntimeError) as fault:
         log.info("cannot read the name of vLLM's device: %s", fault)
         return type(current_platform).__name__
+
+
+def ranks_here(parallel: Any) -> int:
+    """Return the number of this engine's ranks on this machine, which all load each request, or the weights, at once.
+    (Data-parallel engines load separately.) Under Ray vLLM counts the ranks of all machines, but there are no more than
+    GPUs."""
+    n_ranks, n_gpus = max(1, int(parallel.local_world_size)), torch.cuda.device_count()
+    return min(n_ranks, n_gpus) if n_gpus else n_ranks
 
 
 def check_continuation(vllm_config: Any) -> None:

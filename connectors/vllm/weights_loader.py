@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import torch
 import vllm
 from tqdm.auto import tqdm
+from vllm.config import get_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
 from kvtier.connectors.faults import Faults, contains_faults
-from kvtier.connectors.vllm.platform import join_log
+from kvtier.connectors.vllm.platform import join_log, ranks_here
 from kvtier.connectors.vllm.weights_key import Named, key_of
 from kvtier.connectors.vllm.weights_trace import LoadTrace, TraceRefused, distinct
 from kvtier.errors import ConfigError, Corrupt, WeightsDamaged
@@ -98,7 +99,8 @@ class KvtierModelLoader(DefaultModelLoader):
             fix = f"it has shards without {NAME}, which is written last; run `kvtier weights shard` again to go on"
             raise ConfigError("model", str(folder), fix)
         with ExitStack() as stack:
-            reader = stack.enter_context(WeightReader(progress=self._show, readers=_ranks_here()))
+            readers = ranks_here(get_current_vllm_config().parallel_config)
+            reader = stack.enter_context(WeightReader(progress=self._show, readers=readers))
             if (first := next(model.parameters(), None)) is not None:
                 reader.prepare(first.device)  # buffers are pinned while the load is planned
             if shards is None:
@@ -340,11 +342,6 @@ def shards_of_rank(folder: Path, manifest: ShardManifest, model: torch.nn.Module
             raise ConfigError(key, here, fix)
     plan = shard_plan(folder, manifest, group.rank_in_group, state_of(model))
     return PlannedLoad(plan, plan.bind(everything(model)), of_files(plan.files), "of shards")
-
-
-def _ranks_here() -> int:
-    """Return an upper bound of the number of this engine's ranks on this host: its GPUs, or all ranks if fewer."""
-    return min(int(parallel_state.get_world_group().world_size), max(1, torch.cuda.device_count()))
 
 
 def release() -> str:

@@ -71,7 +71,7 @@ class WorkerHalf:
         check_share(share, self._spec, names, identity.namespace.geometry)
         self._pages = self._engine_pages(kv_caches, names, identity, share)
         step_tokens = int(self._vllm_config.scheduler_config.max_num_batched_tokens)
-        work = Work(step_tokens, _ranks_here(self._vllm_config.parallel_config))
+        work = Work(step_tokens, platform.ranks_here(self._vllm_config.parallel_config))
         transfer = open_transfer(self._settings, identity.namespace, share, self._pages.pages, work)
         self._take_metrics = transfer.metrics.take
         self._figures = RankReport(transfer, is_first_rank=self._rank == 0).take
@@ -181,13 +181,6 @@ class WorkerHalf:
 
 def _in_kernel_blocks(plan: P, pages: EnginePages) -> P:
     return replace(plan, chunks=tuple(replace(c, block_ids=pages.expand(c.block_ids)) for c in plan.chunks))
-
-
-def _ranks_here(parallel: Any) -> int:
-    """Return the number of this engine's ranks on this machine: all of them load each request at once. (Data-parallel
-    engines load separately.) Under Ray vLLM counts the ranks of all machines, but there are no more than GPUs."""
-    n_ranks, n_gpus = max(1, int(parallel.local_world_size)), torch.cuda.device_count()
-    return min(n_ranks, n_gpus) if n_gpus else n_ranks
 
 
 def _rank() -> int:
