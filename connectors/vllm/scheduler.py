@@ -245,12 +245,14 @@ class SchedulerHalf:
             scheduled.num_scheduled_tokens.keys(), scheduled.total_num_scheduled_tokens, time.monotonic()
         )
         block_state = getattr(scheduled, "kv_connector_block_state", None)
+        if not self._saves:
+            return
         running = [
-            (request_id, self._requests[request_id], computed, scheduled.num_scheduled_tokens[request_id])
+            (request_id, self._requests[request_id], computed, n_tokens)
             for request_id, computed in _computed_tokens(scheduled)
-            if self._saves and request_id in self._requests and scheduled.num_scheduled_tokens.get(request_id, 0)
+            if request_id in self._requests and (n_tokens := scheduled.num_scheduled_tokens.get(request_id, 0))
         ]
-        for request_id, request, computed, _ in running:  # all of them before any is saved: see `begin`
+        for request_id, request, computed, _ in running:  # before any is saved: `begin` may forbid that of others too
             if request_id not in self._given.reached:
                 self._bridge.begin(request_id, computed)
                 self._frontiers.anew(request)

@@ -95,9 +95,9 @@ def _observed_load(load: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return load(loader, *args, **kwargs)
         finally:
-            modules = set(map(id, loader.module.modules()))
+            modules = set(loader.module.modules())
             for watcher, layers in tuple(_watching.items()):
-                if layers is None or any(id(layer) in modules for layer in layers.values()):
+                if layers is None or not modules.isdisjoint(layers.values()):
                     watcher.weights_changed()
 
     return observed
