@@ -51,8 +51,8 @@ RangePlan::RangePlan(std::vector<RangeFile> files, std::vector<RangeCopy> copies
 // Rows far apart are read one by one.
 void RangePlan::add_spans(std::vector<Span>& spans, uint32_t number) const {
   const RangeCopy& copy = copies_[number];
-  const auto gap_bytes_max = static_cast<int64_t>(this->gap_bytes_max(static_cast<uint32_t>(copy.file)));
-  const bool together = copy.rows == 1 || copy.source_pitch - copy.row_bytes <= gap_bytes_max;
+  const auto longest_gap = static_cast<int64_t>(gap_bytes_max(static_cast<uint32_t>(copy.file)));
+  const bool together = copy.rows == 1 || copy.source_pitch - copy.row_bytes <= longest_gap;
   const int64_t rows = together ? copy.rows : 1;
   for (int64_t row = 0; row < copy.rows; row += rows) {
     const uint64_t start = static_cast<uint64_t>(copy.offset + row * copy.source_pitch);
