@@ -38,6 +38,7 @@ import lmdb
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
 from kvtier.index.lmdb.process import open_with_another_id
 from kvtier.runtime.file_descriptors import close_file
+from kvtier.storage.filesystem import FULL
 from kvtier.storage.root_owner import INDEX_STAMP, index_stamp
 from kvtier.storage.safe_open import hand_over, make_private, remove_strange
 
@@ -281,7 +282,9 @@ class SharedEnvironment:
     def _unavailable(self, opened: OpenEnvironment | None, error: Exception) -> IndexUnavailable:
         if opened is not None and isinstance(error, _BROKEN):
             self._discard(opened)
-        return IndexUnavailable(f"index {self.path}: {error}")
+        is_full = isinstance(error, OSError) and error.errno in FULL
+        fix = f"; records are added while its disk has {RESERVE_BYTES >> 20} MiB free" if is_full else ""
+        return IndexUnavailable(f"index {self.path}: {error}{fix}")
 
     def _write_locked(self, work: Work[T], opened: OpenEnvironment, deadline: float, map_bytes_max: int) -> T:
         def resize(map_bytes: int) -> None:
