@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -52,6 +51,10 @@ def _positive(text: str, most: float = math.inf) -> float:
     return value
 
 
+def _share(text: str) -> float:
+    return _positive(text, most=1.0)
+
+
 def _rate(text: str) -> float:
     """Read a rate, as bytes a second. Bits need their full name, because "Gb" is used for bits and for bytes."""
     found = _RATE.fullmatch(text.strip())
@@ -87,7 +90,7 @@ def plan(
     tensor_parallel: Count = 1,
     pipeline_parallel: Count = 1,
     gpu_memory_utilization: Annotated[
-        float, _option("F", partial(_positive, most=1.0), "Share of that memory that the engine takes.")
+        float, _option("F", _share, "Share of that memory that the engine takes.")
     ] = 0.9,
     reserve: int = typer.Option(
         "4GiB", metavar="SIZE", parser=_size, help="Part of the engine's share for activations and CUDA graphs."
