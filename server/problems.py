@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
+from starlette.routing import Match, Mount
 from starlette.types import Receive, Scope, Send
 
 from kvtier.admin.opened import AdminRefusal, Busy, NotThere
@@ -19,6 +19,7 @@ log = logging.getLogger("kvtier")
 
 MEDIA_TYPE = "application/problem+json"
 JSON = "application/json"
+METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")  # that a route may have
 RETRY = {"Retry-After": "2"}  # seconds
 FIELD_ERRORS_MAX = 20
 WHERE_CHARS_MAX = 100  # characters shown of a field's name, which the client chooses
@@ -103,11 +104,12 @@ async def _http(request: Request, error: HTTPException) -> Response:
 def _allowed(request: Request) -> str:
     """Return the methods of all routes of this path: the exception has only those of one. Paths without a route are the
     page's files."""
-    methods: set[str] = set()
-    for route in request.app.routes:
-        if isinstance(route, Route) and route.path_regex.match(request.url.path):
-            methods |= route.methods or set()
-    methods = methods or {"GET"}
+    routes = [route for route in request.app.routes if not isinstance(route, Mount)]
+    methods = {
+        method
+        for method in METHODS
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
+    } or {"GET"}
     return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
 
 
