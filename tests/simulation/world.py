@@ -257,7 +257,7 @@ class World:
     def pin(self) -> None:
         """All of a namespace, or no longer; up to the evictor's cap."""
         index = self.place.index.real
-        for namespace in {info.namespace for info in index.sets()}:
+        for namespace in sorted({info.namespace for info in index.sets()}):  # a set has another order in each process
             pin = Pin(namespace.hex(), namespace, None, "", 0.0, None)
             if self.rng.random() < 0.3:
                 index.put_note(pin.name, pin.pack(), None)
