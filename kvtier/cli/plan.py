@@ -89,9 +89,7 @@ def plan(
     gpu_memory: Annotated[int, _option("SIZE", _size, "Memory of one GPU, as 141GB.")],
     tensor_parallel: Count = 1,
     pipeline_parallel: Count = 1,
-    gpu_memory_utilization: Annotated[
-        float, _option("F", _share, "Share of that memory that the engine takes.")
-    ] = 0.9,
+    gpu_memory_utilization: Annotated[float, _option("F", _share, "Share of that memory that the engine takes.")] = 0.9,
     reserve: int = typer.Option(
         "4GiB", metavar="SIZE", parser=_size, help="Part of the engine's share for activations and CUDA graphs."
     ),
