@@ -44,6 +44,7 @@ log = logging.getLogger("kvtier")
 EXTRA = "model_loader_extra_config"
 OF_VLLM = ("enable_weights_track",)  # keys of vLLM's default loader that mean something here
 TRACED = "traced"  # origin of a plan
+PLAIN = bool | int | float | str | None  # values that a loader may leave in a model as a note
 READ_AS_TENSORS = ("bitsandbytes", "gguf", "torchao")  # quantizations whose loaders need values
 
 
@@ -356,12 +357,23 @@ def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _state(model: torch.nn.Module) -> dict[tuple[str, str], object]:
-    """Return what a loader may leave in a model beside bytes: plain attributes, and which memory each parameter has."""
-    found: dict[tuple[str, str], object] = {}
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if value is None or isinstance(value, bool | int | float | str):
-                found[name, key] = value
+    """Return what a loader may leave in a model beside bytes: attributes of modules and parameters, and which memory
+    each parameter has."""
+    found: dict[tuple[str, str], object] = {
+        (name, key): noted
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if (noted := _noted(value)) != []  # DeepSeek's loader adds a container that it empties again
+    }
     for name, tensor in everything(model):
-        found[name, ""] = (tensor.untyped_storage()._cdata, tuple(tensor.shape))
+        found[name, ""] = (tensor.untyped_storage()._cdata, tuple(tensor.shape), _noted(vars(tensor)))
     return found
+
+
+def _noted(value: object) -> object:
+    """Return a copy of a plain value, or of the plain values in a container; of anything else the type alone."""
+    if isinstance(value, dict):
+        return _noted([*value, *value.values()])
+    if isinstance(value, list | tuple | set | frozenset):
+        return [item if isinstance(item, PLAIN) else _noted(item) for item in value]
+    return value if isinstance(value, PLAIN) else type(value)

@@ -212,6 +212,23 @@ def test_a_parameter_that_a_loader_replaces(llama: Any, caplog: Any, tmp_path: P
     assert torch.equal(model.model.norm.weight, expected.model.norm.weight)
 
 
+@pytest.mark.parametrize("of", ["module", "parameter"])
+def test_a_note_that_a_loader_leaves(of: str, llama: Any, tmp_path: Path) -> None:
+    """As GPTQ's experts note which biases came. Without the loader it would be missing, so the plan is not kept."""
+    config, _ = llama
+    model = fresh_model(config)
+    place = model.model.norm if of == "module" else model.model.norm.weight
+    place.came = set()
+
+    def notes(self: Any, weights: Any) -> Any:
+        place.came.add("w13_bias")
+        return type(self).load_weights(self, weights)
+
+    model.load_weights = notes.__get__(model)
+    loader(plan_cache=str(tmp_path)).load_weights(model, config.model_config)
+    assert not list(tmp_path.iterdir())
+
+
 def test_why_vllm_loads_itself(llama: Any, checkpoints: Any, caplog: Any, tmp_path: Path) -> None:
     config, expected = llama
     model = fresh_model(config)
