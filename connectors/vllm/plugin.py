@@ -25,7 +25,7 @@ log = logging.getLogger("kvtier")
 
 LOAD_FORMAT = "kvtier"
 LOADERS = "vllm.model_executor.model_loader"  # module with the register of load formats
-MARK = "_is_supplied_by_kvtier"  # attribute of the wrapped create_engine_config
+MARK = "_is_supplied_by_kvtier"  # attribute of wrapped methods of vLLM
 
 
 def register() -> None:
@@ -33,6 +33,7 @@ def register() -> None:
     if KVTIER_ROOT is set."""
     register_connector()
     register_load_format()
+    keep_embedding_inputs()
     if os.environ.get(ROOT_VARIABLE):
         _supply_configuration()
 
@@ -80,6 +81,32 @@ def _add_loader(module: Any) -> None:
         from kvtier.connectors.vllm.weights_loader import KvtierModelLoader
 
         module.register_model_loader(LOAD_FORMAT)(KvtierModelLoader)
+
+
+def keep_embedding_inputs() -> None:
+    """Leave `enable_mm_embeds` as it was set in engines whose only connector is kvtier.
+
+    vLLM (0.32) takes every engine that may load KV for the receiver of another engine's prefill, and lets its clients
+    send embeddings in place of images, even without the tensors: such a request can end the engine.
+    """
+    from vllm.config import VllmConfig
+
+    resolve = getattr(VllmConfig, "_resolve_mm_embedding_inputs", None)  # older releases have none
+    if resolve is None or hasattr(resolve, MARK):
+        return
+
+    @wraps(resolve)
+    def resolved(self: Any) -> None:
+        items = getattr(self.model_config, "multimodal_config", None)
+        transfer, encoders = self.kv_transfer_config, self.ec_transfer_config
+        before = getattr(items, "enable_mm_embeds", None)
+        resolve(self)
+        is_ours = transfer is not None and transfer.kv_connector == CONNECTOR
+        if items is not None and is_ours and not (encoders is not None and encoders.is_ec_consumer):
+            items.enable_mm_embeds, items.allow_missing_mm_embeddings = before, False
+
+    setattr(resolved, MARK, True)
+    VllmConfig._resolve_mm_embedding_inputs = resolved
 
 
 def _supply_configuration() -> None:

@@ -6,11 +6,12 @@ import shutil
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm import model_executor
-from vllm.config import KVTransferConfig, LoadConfig
+from vllm.config import KVTransferConfig, LoadConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 
@@ -41,6 +42,23 @@ def test_the_load_format_is_known_once_vllm_imports_its_loaders(monkeypatch: pyt
     imported = importlib.import_module(plugin.LOADERS)
     assert imported is not package
     assert isinstance(imported.get_model_loader(LoadConfig(load_format="kvtier")), KvtierModelLoader)
+
+
+@pytest.mark.parametrize(("connector", "is_set"), [("KVTierConnector", False), ("NixlConnector", True)])
+def test_clients_send_embeddings_only_where_that_was_set(connector: str, is_set: bool) -> None:
+    """vLLM switches it on wherever a connector loads."""
+    plugin.register()
+    items = SimpleNamespace(enable_mm_embeds=False, allow_missing_mm_embeddings=False)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=items),
+        kv_transfer_config=KVTransferConfig(kv_connector=connector, kv_role="kv_both"),
+        ec_transfer_config=None,
+    )
+    VllmConfig._resolve_mm_embedding_inputs(config)  # type: ignore[arg-type]
+    assert (items.enable_mm_embeds, items.allow_missing_mm_embeddings) == (is_set, is_set)
+    items.enable_mm_embeds = True
+    VllmConfig._resolve_mm_embedding_inputs(config)  # type: ignore[arg-type]
+    assert items.enable_mm_embeds
 
 
 def test_0_27_takes_the_connector_by_the_root_alone(lab: Any, older_python: Path, tmp_path: Path) -> None:
