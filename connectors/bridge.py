@@ -5,6 +5,8 @@ through Transfer; a Step, frozen and picklable, passes between them once per eng
 miss and never ends a request (I9; kvtier.connectors.faults).
 """
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -368,6 +370,11 @@ class WorkerBridge:
                 self._waiting.remove(done.request_id)
                 answers.append(done)
         return answers
+
+    def take_over(self, before: WorkerBridge) -> None:
+        """Return the answers of a closed bridge with the next ones: the engine still waits for them."""
+        self._answers += before.poll()
+        self._saves += before.take_saves()
 
     def take_saves(self) -> list[SaveDone]:
         """Return the answers to saves since the last take."""

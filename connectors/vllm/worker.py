@@ -62,6 +62,7 @@ class WorkerHalf:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Open the tier over the engine's KV cache, after closing it over an earlier one. Raises ConfigError."""
+        before = self._bridge
         self.close()
         names = in_layer_order(self._kv_cache_config.kv_cache_groups[0].layer_names)
         check_layers(self._vllm_config, names)
@@ -78,6 +79,8 @@ class WorkerHalf:
         self._cost = transfer.cost
         chunk_shape = BlockShape(self._settings.chunk_tokens, self._pages.pages.block_tokens)
         self._bridge = WorkerBridge(transfer, chunk_shape, self._faults)
+        if before is not None:
+            self._bridge.take_over(before)
         atexit.register(self.close)  # an engine in the caller's own process is not always shut down
 
     def before_forward(self, metadata: StepMetadata) -> None:

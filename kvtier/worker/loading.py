@@ -148,7 +148,7 @@ class ChunkLoader:
 
     in_state: the chunks of each state, in the order in which they reached it; a turn goes through these states.
     scattering: lock, held while a scatter is launched; on the CPU, until it is done. is_stopped: no scatter may begin;
-    set by another thread under that lock.
+    asked under that lock, so that another thread which sets it and then takes the lock finds no scatter under way.
     """
 
     def __init__(

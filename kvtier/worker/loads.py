@@ -41,6 +41,7 @@ MOVED_MAX, MOVED_BYTES = 8, 8 << 20
 # A load waits behind those that were asked for earlier, unless they are larger: each counts as asked for later by the
 # time that its bytes take at this rate.
 ORDER_BYTES_S = 10e9
+LAUNCH_TIMEOUT_S = 5.0  # longest wait of `stop` for the launch of a scatter: only that of a hung device takes longer
 ANSWER_LOOK_S = 0.05  # interval at which a thread that waits for an answer checks for passed deadlines, seconds
 
 _n_pending_of, _waiting_of, _deadline_of, _turn_of = map(attrgetter, ("n_pending", "waiting", "deadline_s", "turn_s"))
@@ -114,12 +115,15 @@ class Loader:
 
     def stop(self, timeout_s: float) -> bool:
         """Fail the loads under way and refuse later ones. No scatter begins after this returns, even if a read that
-        hangs ends later. Return False if launched scatters have not ended within `timeout_s`."""
-        with self._chunks.scattering:
-            self._chunks.is_stopped = True
+        hangs ends later. Return False if launched scatters have not ended within `timeout_s`, or the launch of one has
+        not within LAUNCH_TIMEOUT_S."""
+        scattering, self._chunks.is_stopped = self._chunks.scattering, True
+        has_launched = scattering.acquire(timeout=LAUNCH_TIMEOUT_S)
+        if has_launched:
+            scattering.release()
         if self._unanswered:
             self._loop.post(self._fail_all)
-        return self._loop.wait_until(lambda: not self._unanswered, timeout_s)
+        return self._loop.wait_until(lambda: not self._unanswered, timeout_s) and has_launched
 
     # --- the loop's thread ---
 

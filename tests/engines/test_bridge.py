@@ -404,6 +404,17 @@ def test_answers_to_saves_are_passed_on_once() -> None:
     assert bridge.take_saves() == []
 
 
+def test_the_bridge_of_a_new_kv_cache_answers_for_the_earlier_one() -> None:
+    """The engine waits for these loads without end: none of the earlier bridge's answers was taken after it closed."""
+    (before, transfer), (bridge, _) = worker(), worker()
+    before.start_loads(Step(loads=(load_plan(),)))
+    transfer.answer("r", [5])
+    done = answer_to_save(b"a" * 16, SaveOutcome.FAILED)
+    transfer.progress = transfer.progress._replace(saves=[done])
+    bridge.take_over(before)
+    assert bridge.poll() == [LoadDone("r", frozenset({5}))] and bridge.take_saves() == [done]
+
+
 class Broken:
     """Hooks that raise `fault`."""
 

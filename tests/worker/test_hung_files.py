@@ -24,6 +24,7 @@ from kvtier.storage import segments as segments_module
 from kvtier.storage.open_segments import Name
 from kvtier.storage.stuck_files import HUNG_FILES_MIN, StuckFiles
 from kvtier.worker import loads
+from kvtier.worker import transfer as transfer_module
 from kvtier.worker.record_writer import SaveBatch, SaveState
 from kvtier.worker.transfer import CLOSE_TIMEOUT_S
 from tests.support.clock import Clock
@@ -500,6 +501,28 @@ def test_close_waits_for_a_scatter_under_way(two_sets: Path, monkeypatch: pytest
     (done,) = transfer.poll().loads
     time.sleep(0.1)
     assert all(map(torch.equal, reader.blocks(BLOCKS), before)) and len(done.failed_blocks) < len(BLOCKS)
+
+
+def test_a_scatter_that_hangs_does_not_hold_up_close(
+    two_sets: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a launch on a GPU that hangs: the lock that is held then was waited for without end."""
+    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}))
+    (transfer,) = reader.transfers
+    goes_on, has_begun = threading.Event(), threading.Event()
+
+    def hang_in_launch(*args: Any) -> None:
+        has_begun.set()
+        goes_on.wait(60)
+
+    monkeypatch.setattr(type(transfer._worker.codec), "decode", hang_in_launch)
+    monkeypatch.setattr(loads, "LAUNCH_TIMEOUT_S", 0.2)
+    begin_load(reader, "hangs", FIRST, BLOCKS)
+    assert has_begun.wait(10)
+    begin("close", transfer.close).result(20)
+    assert "do not free its memory" in caplog.text and transfer._worker in transfer_module._outlived
+    goes_on.set()
+    wait_until(lambda: not any(jobs.pending() for jobs in transfer._jobs))
 
 
 def test_a_close_that_hangs_holds_up_no_load(two_sets: Path, hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
