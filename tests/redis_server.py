@@ -102,19 +102,21 @@ def standalone(folder: Path, options: Sequence[str] = ()) -> Iterator[Server]:
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[list[Server]]:
-    """Three masters."""
+def cluster(folder: Path, replicas: int = 0) -> Iterator[list[Server]]:
+    """Three masters, and then the replicas, so many of each."""
     servers: list[Server] = []
     try:
-        for number in range(3):
+        for number in range(3 + 3 * replicas):
             options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000"]
             options += ["--cluster-config-file", "nodes.conf"]
             servers.append(Server(folder / str(number), options))
         addresses = [f"127.0.0.1:{server.port}" for server in servers]
-        create = ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"]
+        create = ["redis-cli", "--cluster", "create", *addresses, "--cluster-replicas", str(replicas), "--cluster-yes"]
         made = subprocess.run(create, capture_output=True, text=True, timeout=60)
         assert made.returncode == 0, made.stdout + made.stderr
         wait_until(lambda: all("cluster_state:ok" in s.cli("cluster", "info") for s in servers), "the cluster")
+        for server in servers[3:]:
+            wait_until(lambda s=server: "master_link_status:up" in s.cli("info", "replication"), "the replicas")
         yield servers
     finally:
         for server in servers:

@@ -215,6 +215,18 @@ def test_a_slot_that_moves_is_followed(tmp_path: Path) -> None:
         index.close()
 
 
+def test_a_replica_of_a_cluster_follows_its_master(tmp_path: Path) -> None:
+    with cluster(tmp_path, replicas=1) as servers:
+        index = RedisIndex(index_settings(cluster_url(servers[:1])))
+        fill(index, keys(100))
+        for master in servers[:3]:
+            master.cli("wait", "1", "5000")
+        servers[0].kill()
+        wait_until(lambda: n_found(index, keys(100)) == 100, "what its replica has")
+        assert index.publish([record(1, 1, 101)]) == 1
+        index.close()
+
+
 def test_a_node_of_a_cluster_that_is_silent_is_passed_over(masters: list[Server], tmp_path: Path) -> None:
     """It was the first one that the settings name."""
     with standalone(tmp_path) as silent:
