@@ -72,6 +72,8 @@ MULTIMODAL: Mapping[str, tuple[Any, ...]] = {
     "mm_encoder_attn_dtype": (),
     "video_pruning_rate": (),
 }
+# Variables of vllm.envs that choose the frames of a video, which vLLM hashes as the file that a client sent.
+MEDIA: Mapping[str, tuple[Any, ...]] = {"VLLM_VIDEO_LOADER_BACKEND": ("opencv",)}
 LORA: Mapping[str, tuple[Any, ...]] = {
     "enable_tower_connector_lora": (),
     "enable_mixed_moe_lora_format": (),
@@ -82,6 +84,7 @@ LORA: Mapping[str, tuple[Any, ...]] = {
 ENVIRONMENT: Mapping[str, tuple[Any, ...]] = {
     "VLLM_B12X_MOE_FP4_FORCE_A16": (),
     "VLLM_DEEPEPLL_NVFP4_DISPATCH": (),
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": (),
     "VLLM_FLOAT32_MATMUL_PRECISION": ("highest",),
     "VLLM_HUMMING_INPUT_QUANT_CONFIG": (),
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG": (),
@@ -309,9 +312,11 @@ def _online_quantization(model: Any) -> Any:
 def _multimodal(config: Any) -> dict[str, Any]:
     """Return multimodal settings that the identifier of an image lacks: vLLM hashes the item and the request's
     arguments."""
+    import vllm.envs
+
     if config is None:
         return {}
-    found = _named(config, MULTIMODAL)
+    found = _named(config, MULTIMODAL) | _named(vllm.envs, MEDIA)
     arguments = dict(getattr(config, "mm_processor_kwargs", None) or {})
     arguments.pop("device", None)  # where, not what
     if arguments:

@@ -201,6 +201,13 @@ def test_what_else_of_the_environment_changes_kv(name: str, value: str, monkeypa
     assert name in text(engine())
 
 
+def test_the_loader_of_videos_chooses_their_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM hashes the file that a client sent."""
+    monkeypatch.setenv("VLLM_VIDEO_LOADER_BACKEND", "opencv_dynamic")
+    assert "opencv_dynamic" in text(multimodal())
+    assert text(engine()) == ""
+
+
 # --- with vLLM's own configuration ---
 
 
