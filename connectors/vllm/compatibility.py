@@ -109,6 +109,7 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
         _check_load(vllm_config.load_config)
         _check_load(getattr(speculative, "draft_load_config", None))
         for loaded in (model, getattr(speculative, "draft_model_config", None)):
+            _check_weights_beside(loaded)
             check_sources(getattr(loaded, "architecture", None), getattr(loaded, "registry", None))
     overrides = getattr(model, "hf_overrides", None)
     if callable(overrides) and settings.model_tag is None:
@@ -206,6 +207,15 @@ def _check_load(load_config: Any) -> None:
     if isinstance(extra, dict) and "pattern" in extra:
         fix = "it may name files outside of the model's folder; set model_tag to a name that changes when they do"
         raise ConfigError("model_loader_extra_config", extra, fix)
+
+
+def _check_weights_beside(model: Any) -> None:
+    """Refuse `model_weights`, from where some load formats read instead of the folder that is fingerprinted. Raises
+    ConfigError."""
+    elsewhere = getattr(model, "model_weights", None)
+    if elsewhere and elsewhere != model.model:
+        fix = f"the weights in {model.model} are fingerprinted, and these may be others; set model_tag to a name that"
+        raise ConfigError("model_weights", elsewhere, f"{fix} changes when they do")
 
 
 def check_sources(architecture: str | None, registry: Any) -> None:

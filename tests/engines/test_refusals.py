@@ -124,6 +124,7 @@ def test_a_plain_engine_passes() -> None:
         ({"cache__cache_dtype": "nvfp4"}, "kv_cache_dtype", "use auto"),
         ({"model__is_encoder_decoder": True}, "model", "without the kvtier connector"),
         ({"load__load_format": "dummy"}, "load_format", "set model_tag"),
+        ({"model__model_weights": "/tuned"}, "model_weights", "set model_tag"),
         ({"load__load_format": "tensorizer"}, "load_format", "set model_tag"),
         ({"load__load_format": "ipc_cache"}, "load_format", "set model_tag"),
         ({"load__load_format": "npcache"}, "load_format", "set model_tag"),
