@@ -65,6 +65,7 @@ LOADS_ELSEWHERE = (
     "secondary_weights",
     "subfolder=",
     "load_file(",
+    "/adapter_model.",
 )  # in the source of a model that loads other files too
 _SIBLING_IMPORT = re.compile(r"^from \.(\w+) import", re.MULTILINE)
 OWN_ATTENTION = frozenset({"eagle", "eagle3", "dflash", "dspark"})  # methods with heads of their own configuration
@@ -221,7 +222,8 @@ def _check_weights_beside(model: Any) -> None:
 def check_sources(architecture: str | None, registry: Any) -> None:
     """Refuse a model whose code in vLLM's `registry` loads weights that are not at the top of its folder.
 
-    Ultravox loads those of another model, Kimi-Audio and MiMo-V2-Omni those of a subfolder. Raises ConfigError.
+    Ultravox loads those of another model; Kimi-Audio, MiMo-V2-Omni and Jina v5 those of a subfolder. Raises
+    ConfigError.
     """
     registered = getattr(registry, "models", {}).get(architecture)
     module = getattr(registered, "module_name", None) or getattr(

@@ -209,6 +209,9 @@ def _overrides_text(model: Any) -> str:
         return ""
     if callable(overrides):  # start-up asked for a model_tag, which stands for the result
         return f"function {getattr(overrides, '__qualname__', '')}"
+    file = overrides.get("quantization_config_file")
+    if isinstance(file, str):  # its name does not say what is in it
+        overrides = overrides | {"quantization_config_file": file_fingerprint(Path(file), "hf_overrides")}
     try:
         return canonical_text(overrides)
     except (TypeError, ValueError) as error:

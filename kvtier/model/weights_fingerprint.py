@@ -4,7 +4,7 @@ blake3 over a sequence of (name, content) pairs, each length-prefixed:
 
     rule                    version of this definition, and whether tensors were hashed whole or sampled
     config.json             canonical JSON without the keys that name its origin
-    quantize_config.json, hf_quant_config.json, params.json, audio_tokenizer_config.json, *processor_config.json
+    _SIDE_FILES, *processor_config.json
                             the same, if present: they define how weights are read and images are prepared
     *.safetensors.index.json
                             the same, if it leaves out a *.safetensors file of the folder: that file is not loaded
@@ -51,7 +51,15 @@ SAMPLED_PAGES_BETWEEN_MAX = 64  # pages sampled between the first and the last o
 SAMPLED_PAGES_MAX = 1 << 18  # pages sampled in all, about: a mixture of experts may have 100,000 tensors
 
 _VOLATILE_KEYS = ("_name_or_path", "transformers_version")
-_SIDE_FILES = ("quantize_config.json", "hf_quant_config.json", "params.json", "audio_tokenizer_config.json")
+_SIDE_FILES = (
+    "quantize_config.json",
+    "hf_quant_config.json",
+    "params.json",
+    "audio_tokenizer_config.json",
+    "quant_config.json",
+    "quantization_config.json",
+    "joint_head_config.json",
+)
 _PROCESSOR_SUFFIX = "processor_config.json"
 INDEX_SUFFIX = ".safetensors.index.json"  # of the file that says in which file each tensor is
 # Names of embedding tensors: embed_tokens, word_embeddings, tok_embeddings, wte.

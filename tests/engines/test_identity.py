@@ -109,6 +109,16 @@ def test_what_changes_kv_changes_the_namespace(folder: Path, changes: dict[str, 
     assert identity(engine(folder, **changes)).namespace.id != identity(engine(folder)).namespace.id
 
 
+def test_a_file_that_overrides_name_is_told_by_its_content(folder: Path, tmp_path: Path) -> None:
+    """torchao's configuration may be in a file of its own."""
+    config, ids = tmp_path / "quantization.json", set()
+    for content in ('{"bits": 4}', '{"bits": 8}'):
+        config.write_text(content)
+        overridden = engine(folder, hf_overrides={"quantization_config_file": str(config)})
+        ids.add(identity(overridden).namespace.id)
+    assert len(ids) == 2
+
+
 @pytest.mark.parametrize("changes", [{"epoch": 1}, {"model_tag": "x"}, {"chunk_tokens": 128}], ids=str)
 def test_settings_that_change_the_namespace(folder: Path, changes: dict[str, Any]) -> None:
     assert identity(engine(folder), **changes).namespace.id != identity(engine(folder)).namespace.id

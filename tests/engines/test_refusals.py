@@ -189,7 +189,9 @@ def test_models_are_refused_before_vllm_lays_out_their_kv(kind: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["model", "speculative.draft_model"])
-@pytest.mark.parametrize("architecture", ["UltravoxModel", "MoonshotKimiaForCausalLM", "MiMoV2OmniForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["UltravoxModel", "MoonshotKimiaForCausalLM", "MiMoV2OmniForCausalLM", "JinaEmbeddingsV5Model"]
+)
 def test_models_that_load_other_weights_need_a_model_tag(architecture: str, place: str) -> None:
     """Those of another model, of a subfolder, and of a subfolder by code in a file beside the model's own."""
     registry = pytest.importorskip("vllm.model_executor.models.registry").ModelRegistry
