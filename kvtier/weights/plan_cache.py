@@ -21,7 +21,7 @@ from kvtier.weights.copies import FIELDS
 from kvtier.weights.copies import pack as pack_copies
 from kvtier.weights.plan import Conversion, Elements, Fill, Parameter, WeightPlan
 
-MAGIC = b"KVTWPLN3"  # its number grows when plans of an earlier kvtier must not be used any more
+MAGIC = b"KVTWPLN4"  # its number grows when plans of an earlier kvtier must not be used any more
 NONE = pack_copies([])
 PLANS = FOLDER / "plans"
 
