@@ -3,7 +3,7 @@
 blake3 over a sequence of (name, content) pairs, each length-prefixed:
 
     rule                    version of this definition, and whether tensors were hashed whole or sampled
-    config.json             canonical JSON without the keys that name its origin
+    config.json             canonical JSON without the keys that name its origin; may be missing beside params.json
     _SIDE_FILES, *processor_config.json
                             the same, if present: they define how weights are read and images are prepared
     *.safetensors.index.json
@@ -51,6 +51,7 @@ SAMPLED_PAGES_BETWEEN_MAX = 64  # pages sampled between the first and the last o
 SAMPLED_PAGES_MAX = 1 << 18  # pages sampled in all, about: a mixture of experts may have 100,000 tensors
 
 _VOLATILE_KEYS = ("_name_or_path", "transformers_version")
+_CONFIGS = ("config.json", "params.json")  # the second one is Mistral's, with or without the first
 _SIDE_FILES = (
     "quantize_config.json",
     "hf_quant_config.json",
@@ -120,13 +121,15 @@ def shards_fingerprint(folder: Path) -> str:
 
 
 def _folder_fingerprint(model_dir: Path, cache_dir: Path | None) -> str:
-    if not (model_dir / "config.json").is_file():
-        raise ConfigError("model_tag", None, f"{model_dir} has no config.json to fingerprint; {_SET_MODEL_TAG}")
+    configs = [name for name in _CONFIGS if (model_dir / name).is_file()]
+    if not configs:
+        missing = " and no ".join(_CONFIGS)
+        raise ConfigError("model_tag", None, f"{model_dir} has no {missing} to fingerprint; {_SET_MODEL_TAG}")
     # Engines read no subfolders.
     weights = sorted(entry.name for entry in os.scandir(model_dir) if entry.is_file() and is_weight_file(entry.name))
     if not weights:
         raise ConfigError("model_tag", None, f"{model_dir} has no weight files to fingerprint; {_SET_MODEL_TAG}")
-    texts = ["config.json", *_side_files(model_dir), *_choosing_indexes(model_dir, weights)]
+    texts = [*dict.fromkeys([configs[0], *_side_files(model_dir)]), *_choosing_indexes(model_dir, weights)]
     return _fingerprint(model_dir, texts, weights, cache_dir)
 
 
@@ -148,7 +151,7 @@ def config_fingerprint(model_dir: Path) -> str:
 
     Raises ConfigError("hf_config_path") if there is none to read.
     """
-    names = [name for name in ("config.json", "params.json") if (model_dir / name).is_file()]
+    names = [name for name in _CONFIGS if (model_dir / name).is_file()]
     if not names:
         raise ConfigError("hf_config_path", str(model_dir), "the folder has no config.json; name one that has it")
     digest = blake3()

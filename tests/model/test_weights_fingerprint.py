@@ -176,6 +176,14 @@ def test_configurations_beside_the_weights(model: Path, name: str) -> None:
     assert len(seen) == 3
 
 
+def test_weights_in_the_format_of_mistral(model: Path) -> None:
+    """Some of Mistral's models come with params.json alone."""
+    (model / "config.json").rename(model / "params.json")
+    seen = {print_of(model)}
+    (model / "params.json").write_text(json.dumps({"n_layers": 9}))
+    assert len(seen | {print_of(model)}) == 2
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.gguf"])
 def test_weights_in_other_formats(tmp_path: Path, name: str) -> None:
     tmp_path.joinpath("config.json").write_text("{}")
