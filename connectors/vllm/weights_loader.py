@@ -356,18 +356,20 @@ def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _state(model: torch.nn.Module) -> dict[tuple[str, str], object]:
-    """Return what a loader may leave in a model beside bytes: attributes of modules and parameters, and which memory
-    each parameter has."""
-    found: dict[tuple[str, str], object] = {
-        (name, key): noted
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if (noted := _noted(value)) != []  # DeepSeek's loader adds a container that it empties again
+def notes_in(model: torch.nn.Module) -> dict[str, object]:
+    """Return what a loader may leave in a model beside bytes: attributes of its modules and parameters."""
+    owners = [*model.named_modules(), *everything(model)]
+    return {
+        f"{name}.{key}": noted
+        for name, owner in owners
+        for key, value in vars(owner).items()
+        if (noted := _noted(value)) != ()  # DeepSeek's loader adds a container that it empties again
     }
-    for name, tensor in everything(model):
-        found[name, ""] = (tensor.untyped_storage()._cdata, tuple(tensor.shape), _noted(vars(tensor)))
-    return found
+
+
+def _state(model: torch.nn.Module) -> list[object]:
+    """Return the notes in a model, and which memory each parameter has."""
+    return [notes_in(model), [(name, t.untyped_storage()._cdata, t.shape) for name, t in everything(model)]]
 
 
 def _noted(value: object) -> object:
@@ -375,5 +377,5 @@ def _noted(value: object) -> object:
     if isinstance(value, dict):
         return _noted([*value, *value.values()])
     if isinstance(value, list | tuple | set | frozenset):
-        return [item if isinstance(item, PLAIN) else _noted(item) for item in value]
+        return tuple(map(_noted, value))
     return value if isinstance(value, PLAIN) else type(value)

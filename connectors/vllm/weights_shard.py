@@ -12,7 +12,14 @@ from pydantic import ValidationError
 from vllm.config import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from kvtier.connectors.vllm.weights_loader import KvtierModelLoader, everything, reason_for_tensors, release, state_of
+from kvtier.connectors.vllm.weights_loader import (
+    KvtierModelLoader,
+    everything,
+    notes_in,
+    reason_for_tensors,
+    release,
+    state_of,
+)
 from kvtier.connectors.vllm.weights_ranks import as_rank, build_model, engine_config
 from kvtier.errors import ConfigError
 from kvtier.model.shard_manifest import ShardManifest, read_shard_manifest
@@ -110,13 +117,18 @@ def refusals_of_vllm(folder: Path) -> Iterator[None]:
 
 def _rank_state(rank: int, config: Any, reader: WeightReader) -> RankState:
     model, loader = build_model(config), _loader()
+    before = notes_in(model)
     planned = loader.record(model, config.model_config, reader)
-    if planned is not None:
-        return RankState(rank, state_of(model), planned.plan, planned.targets, planned.expected)
-    if reason_for_tensors(model, list(everything(model)), config.model_config):
-        raise ConfigError("model", config.model_config.model, f"it cannot be sharded: {loader.why}")
-    DefaultModelLoader(LoadConfig(use_tqdm_on_load=False)).load_weights(model, config.model_config)
-    return RankState(rank, state_of(model), WeightPlan.empty(), [], {})
+    if planned is None:
+        if reason_for_tensors(model, list(everything(model)), config.model_config):
+            raise ConfigError("model", config.model_config.model, f"it cannot be sharded: {loader.why}")
+        DefaultModelLoader(LoadConfig(use_tqdm_on_load=False)).load_weights(model, config.model_config)
+    if changed := dict(before.items() ^ notes_in(model).items()):
+        fix = f"it cannot be sharded: vLLM's loaders change more of it than bytes ({min(changed)}); start the engine"
+        raise ConfigError("model", config.model_config.model, f"{fix} with this folder and --load-format kvtier")
+    if planned is None:
+        return RankState(rank, state_of(model), WeightPlan.empty(), [], {})
+    return RankState(rank, state_of(model), planned.plan, planned.targets, planned.expected)
 
 
 def _config(folder: Path, tensor_size: int, dtype: str) -> Any:

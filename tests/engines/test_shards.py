@@ -19,6 +19,7 @@ from safetensors import safe_open
 from vllm.config import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from kvtier.cli import main
 from kvtier.connectors.vllm import weights_shard
@@ -206,6 +207,22 @@ def test_a_damaged_checkpoint_is_not_sharded(checkpoint: Path, tmp_path: Path, c
     path.write_bytes(content)
     assert main(["weights", "shard", str(folder), "--out", str(tmp_path / "out")]) == 2
     assert f"weights verify {folder} --write" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("model-*"))
+
+
+def test_what_loaders_leave_in_a_model_is_in_no_shard(
+    checkpoint: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the bias of Phi-2's head, which vLLM makes when the checkpoint has one."""
+    load = Qwen3MoeForCausalLM.load_weights
+
+    def adds(self: Any, weights: Any) -> Any:
+        self.lm_head.register_parameter("bias", torch.nn.Parameter(torch.zeros(8), requires_grad=False))
+        return load(self, weights)
+
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "load_weights", adds)
+    assert main(["weights", "shard", str(checkpoint), "--out", str(tmp_path / "out")]) == 2
+    assert "lm_head._parameters" in (said := capsys.readouterr().err) and "--load-format kvtier" in said
     assert not list((tmp_path / "out").glob("model-*"))
 
 
