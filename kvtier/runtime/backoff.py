@@ -1,4 +1,4 @@
-"""Exponential backoff after refusals. The clock is passed in."""
+"""Exponential backoff after refusals. The clock is passed in; setting it back ends a pause."""
 
 PAUSE_FIRST_S, PAUSE_MAX_S = 1.0, 60.0  # seconds; each refusal doubles the pause
 
@@ -8,21 +8,21 @@ class Backoff:
 
     def __init__(self) -> None:
         self._pause_s = PAUSE_FIRST_S
-        self._resume_at_s = 0.0
+        self._paused_s = self._resume_at_s = 0.0
 
     def is_resting(self, now_s: float) -> bool:
-        return now_s < self._resume_at_s
+        return self._paused_s <= now_s < self._resume_at_s
 
     def refused(self, now_s: float) -> float:
         """Begin a pause. Return its length in seconds."""
         pause_s = self._pause_s
-        self._resume_at_s = now_s + pause_s
+        self.pause(now_s, pause_s)
         self._pause_s = min(PAUSE_MAX_S, 2 * pause_s)
         return pause_s
 
     def pause(self, now_s: float, pause_s: float) -> None:
         """Begin a pause of this length; the next one of `refused` is as long as it would be without."""
-        self._resume_at_s = now_s + pause_s
+        self._paused_s, self._resume_at_s = now_s, now_s + pause_s
 
     def worked(self) -> None:
         """Reset the next pause to the shortest."""

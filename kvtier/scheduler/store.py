@@ -14,6 +14,7 @@ from kvtier.index.async_lookup import Lookups
 from kvtier.index.base import Index
 from kvtier.plan import LoadChunk, LoadPlan, SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.runtime import metrics as names
+from kvtier.runtime.backoff import Backoff
 from kvtier.scheduler.background import Keeper
 from kvtier.scheduler.cost_history import KeptCosts
 
@@ -110,7 +111,7 @@ class Store:
         self.reporter = keeper.reporter
         self._chunk_tokens = chunk_tokens
         self._writers = writers
-        self._resume_at_s = 0.0
+        self._rest = Backoff()
         self._lookups = lookups
         self._keeper = keeper
         self._clock = clock
@@ -209,9 +210,9 @@ class Store:
 
     def _place_of(self, chunk: WantedChunk, now_s: float) -> tuple[int, int] | str:
         """Take a slot. Return (set, slot), or the counter of why there is none."""
-        if now_s < self._refused_until_s.get(chunk.key, now_s):
+        if 0 < self._refused_until_s.get(chunk.key, now_s) - now_s <= REFUSED_S:
             return names.SKIPPED_REFUSED
-        if now_s < self._resume_at_s:
+        if self._rest.is_resting(now_s):
             return names.SKIPPED_RESTING
         side = self._keeper.supplies.of(chunk.tenant, now_s)
         place = side.take(now_s)
@@ -245,7 +246,7 @@ class Store:
             elif answer.outcome is SaveOutcome.SAVED:
                 self._keeper.report_saved()
             if answer.outcome in (SaveOutcome.NO_SPACE, SaveOutcome.RESTING):
-                self._resume_at_s = self._clock() + REST_S
+                self._rest.pause(self._clock(), REST_S)
             known = self._known.get(answer.key)
             if known is None or not known.missing or (known.set_id, known.slot) != (answer.set_id, answer.slot):
                 continue  # an answer to an older plan

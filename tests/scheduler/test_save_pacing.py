@@ -219,7 +219,9 @@ def test_a_chunk_that_another_request_could_not_save_is_saved_at_the_end(scene: 
     assert scene.taken["first"] == [0, 1, 2, 3]
 
 
-def test_resting_storage_is_tried_again_after_the_rest(scene: Scene) -> None:
+@pytest.mark.parametrize("later_s", [1.1, -3600.0])
+def test_resting_storage_is_tried_again_after_the_rest(scene: Scene, later_s: float) -> None:
+    """Or when the node's clock was set back: it had rested for as long as that."""
     now = [1e9]
     scene.engine.store._clock = lambda: now[0]
     scene.request("r", 4)
@@ -228,7 +230,7 @@ def test_resting_storage_is_tried_again_after_the_rest(scene: Scene) -> None:
     scene.fails.clear()
     scene.step("r")
     assert scene.planned == 4, "none while it rests"
-    now[0] += 1.1
+    now[0] += later_s
     scene.step("r")
     assert scene.taken["r"] == [0, 1, 2, 3]
     assert scene.counted(names.SKIPPED_RESTING) == 0

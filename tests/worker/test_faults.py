@@ -298,7 +298,7 @@ def test_saving_rests_while_the_index_is_away(tmp_path: Path, monkeypatch: pytes
     index = engine.transfers[0]._worker.index
     monkeypatch.setattr(index, "publish", refuse)
     assert [done.outcome for done in engine.save(TOKENS[:64], BLOCKS[:4])] == [SaveOutcome.FAILED]
-    engine.store._resume_at_s = 0.0  # it plans on
+    engine.store._rest.clear()  # it plans on
     assert [done.outcome for done in engine.save(TOKENS[64:], BLOCKS[4:])] == 4 * [SaveOutcome.RESTING]
 
 
