@@ -53,6 +53,8 @@ INTERLEAVED_ROPES = frozenset(
 # Encodings that scale only the frequencies that turn little within a chunk.
 NEARLY_PLAIN_ROPES = ("yarn", "llama3")
 LENGTH_DEPENDENT_ROPES = frozenset({"longrope", "su", "dynamic"})  # encodings that depend on the maximum length
+# Models whose queries vLLM scales by position, unless told otherwise, where a prompt may be longer than so many tokens.
+LENGTH_TUNED = {"llama4_text": 32768}
 # vLLM's MLA models rename these encodings in the processes that build them; other models keep both names, as different
 # encodings.
 RENAMED_ROPES = {"deepseek_yarn": "yarn", "deepseek_llama_scaling": "yarn"}
@@ -183,8 +185,16 @@ def positions_text(model: Any) -> str:
         "max_position_embeddings": getattr(config, "max_position_embeddings", None),
         "sliding_window": getattr(config, "sliding_window", None),
     }
-    if kind in LENGTH_DEPENDENT_ROPES:
-        settings["max_model_len"] = model.max_model_len
+    # With max_model_len -1 vLLM builds the model for its own maximum, and fits the length to its memory later.
+    is_fitted = getattr(model, "original_max_model_len", None) == -1
+    kinds = {kind, *(part.get("rope_type") for part in rope.values() if isinstance(part, dict))}  # of kinds of layers
+    if not LENGTH_DEPENDENT_ROPES.isdisjoint(kinds):
+        settings["max_model_len"] = "auto" if is_fitted else model.max_model_len
+    longest = LENGTH_TUNED.get(getattr(config, "model_type", ""))
+    if longest is not None:
+        is_long = (settings["max_position_embeddings"] if is_fitted else model.max_model_len) > longest
+        given = model.try_get_generation_config() | model.override_generation_config
+        settings["is_temperature_tuned"] = bool(given.get("attn_temperature_tuning", is_long))
     return canonical_text({name: value for name, value in settings.items() if value is not None})
 
 

@@ -8,7 +8,7 @@ direct layout are not shared across parallel sizes, even where vLLM's own file t
 
 Weights are fingerprinted in the model's folder. A model named by its hub id needs a `model_tag`, because vLLM passes
 neither its revision nor its folder to a tier; so does one whose rotary embedding depends on the engine's
---max-model-len (longrope), which vLLM does not pass either.
+--max-model-len (longrope), or its attention (Llama 4), which vLLM does not pass either.
 
 vLLM passes only its OffloadingConfig, so some differences cannot be detected: how the folder is read (`load_format`,
 quantization while loading, `hf_overrides`, rope settings, a dtype of activations besides the KV's), weights of a draft
@@ -29,7 +29,7 @@ from vllm.platforms import current_platform
 from kvtier.config.settings import Settings
 from kvtier.connectors.objects.store import ObjectHost
 from kvtier.connectors.vllm.compatibility import check_sources
-from kvtier.connectors.vllm.namespace import FINGERPRINTS, LENGTH_DEPENDENT_ROPES
+from kvtier.connectors.vllm.namespace import FINGERPRINTS, LENGTH_DEPENDENT_ROPES, LENGTH_TUNED
 from kvtier.errors import ConfigError
 from kvtier.format.namespace import canonical_text
 from kvtier.model.weights_fingerprint import weights_fingerprint
@@ -78,7 +78,8 @@ def _weights(name: str) -> str:
         raise ConfigError("model_tag", None, f"{fix} fingerprinted; set it to a name that changes when the weights do")
     fingerprint = weights_fingerprint(Path(name), FINGERPRINTS)
     config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
-    for kind in LENGTH_DEPENDENT_ROPES.intersection(_ropes(config)):
+    types = {str(part.get("model_type")) for part in (config, config.get("text_config")) if isinstance(part, dict)}
+    for kind in [*LENGTH_DEPENDENT_ROPES.intersection(_ropes(config)), *types & LENGTH_TUNED.keys()]:
         fix = f"positions of this model ({kind}) depend on --max-model-len, which vLLM does not pass to its tiers"
         raise ConfigError("model_tag", None, f"{fix}; set it to a name that changes with that and with the weights")
     for architecture in config.get("architectures") or ():

@@ -177,10 +177,36 @@ def test_rotary_embedding_that_a_codec_may_take_off(
 
 
 @pytest.mark.parametrize(("kind", "differs"), [("longrope", True), ("yarn", False)])
-def test_a_maximum_length_counts_where_it_changes_positions(folder: Path, kind: str, differs: bool) -> None:
-    text = {"rope_scaling": {"rope_type": kind}}
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_maximum_length_counts_where_it_changes_positions(
+    folder: Path, kind: str, differs: bool, is_nested: bool
+) -> None:
+    rope: dict[str, Any] = {"rope_type": kind}
+    text = {"rope_parameters": {"full_attention": rope} if is_nested else rope}
     ids = {identity(engine(folder, text=text, max_model_len=n)).namespace.id for n in (4096, 131072)}
     assert (len(ids) == 2) == differs
+
+
+def test_a_length_fitted_to_the_memory_is_not_that_of_positions(folder: Path) -> None:
+    """vLLM builds the model for its own maximum, and fits the length later."""
+    text = {"rope_scaling": {"rope_type": "longrope"}, "max_position_embeddings": 131072}
+    fitted, given = {"original_max_model_len": -1}, {"original_max_model_len": 4096}
+    ids = [identity(engine(folder, text=text, max_model_len=n, **fitted)).namespace.id for n in (4096, 8192)]
+    assert ids[0] == ids[1] != identity(engine(folder, text=text, max_model_len=4096, **given)).namespace.id
+
+
+def test_a_maximum_length_counts_where_it_scales_queries(folder: Path) -> None:
+    """Llama 4: by default above 32,768 tokens."""
+
+    def id_of(max_model_len: int, fitted: int | None = None, **override: Any) -> bytes:
+        model = {"try_get_generation_config": dict, "override_generation_config": override}
+        text = {"model_type": "llama4_text", "max_position_embeddings": 1 << 20}
+        config = engine(folder, text=text, max_model_len=max_model_len, original_max_model_len=fitted, **model)
+        found: bytes = identity(config).namespace.id
+        return found
+
+    assert id_of(4096) == id_of(32768) != id_of(32769) == id_of(4096, fitted=-1)
+    assert id_of(4096, attn_temperature_tuning=True) == id_of(65536)
 
 
 def test_geometry_of_heads(folder: Path) -> None:

@@ -85,6 +85,7 @@ def test_a_model_of_a_hub_needs_a_tag() -> None:
     [
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
         {"text_config": {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}},
+        {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}},
     ],
 )
 def test_positions_that_depend_on_the_engines_longest_prompt_need_a_tag(
@@ -96,7 +97,7 @@ def test_positions_that_depend_on_the_engines_longest_prompt_need_a_tag(
     assert identity(UNTAGGED, name=str(tmp_path))
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(rope)))
-    with pytest.raises(ConfigError, match="model_tag = None: .*longrope.*max-model-len"):
+    with pytest.raises(ConfigError, match="model_tag = None: .*(longrope|llama4).*max-model-len"):
         identity(UNTAGGED, name=str(tmp_path))
     assert identity(name=str(tmp_path)), "a tag stands for it"
 
