@@ -170,9 +170,10 @@ def make_certificates(folder: Path) -> None:
         subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=60)
 
     new = ["req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-    openssl(*new, "-x509", "-days", "2", "-subj", "/CN=test CA", "-keyout", "ca.key", "-out", "ca.crt")
+    may_sign = ["-addext", "keyUsage=critical,keyCertSign"]  # Python 3.13 checks it, and the authorityKeyIdentifier
+    openssl(*new, "-x509", *may_sign, "-days", "2", "-subj", "/CN=test CA", "-keyout", "ca.key", "-out", "ca.crt")
     openssl(*new, "-subj", "/CN=127.0.0.1", "-keyout", "own.key", "-out", "own.csr")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\nauthorityKeyIdentifier=keyid\n")
     signed = "x509 -req -in own.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 2 -extfile names -out own.crt"
     openssl(*signed.split())
 

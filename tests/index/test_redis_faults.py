@@ -215,12 +215,17 @@ def test_a_slot_that_moves_is_followed(tmp_path: Path) -> None:
         index.close()
 
 
+def offsets(servers: Sequence[Server]) -> list[str]:
+    """Return how far each has come in its stream of changes."""
+    lines = [line for one in servers for line in one.cli("info", "replication").splitlines()]
+    return sorted(line for line in lines if line.startswith("master_repl_offset"))
+
+
 def test_a_replica_of_a_cluster_follows_its_master(tmp_path: Path) -> None:
     with cluster(tmp_path, replicas=1) as servers:
         index = RedisIndex(index_settings(cluster_url(servers[:1])))
         fill(index, keys(100))
-        for master in servers[:3]:
-            master.cli("wait", "1", "5000")
+        wait_until(lambda: offsets(servers[:3]) == offsets(servers[3:]), "the replicas")
         servers[0].kill()
         wait_until(lambda: n_found(index, keys(100)) == 100, "what its replica has")
         assert index.publish([record(1, 1, 101)]) == 1
