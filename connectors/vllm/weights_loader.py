@@ -65,7 +65,9 @@ class KvtierModelLoader(DefaultModelLoader):
 
     def __init__(self, load_config: Any) -> None:
         join_log()
-        extra = dict(load_config.model_loader_extra_config or {})
+        if not isinstance(extra := load_config.model_loader_extra_config or {}, dict):
+            raise ConfigError(EXTRA, extra, "pass a JSON object, such as {} for the defaults")
+        extra = dict(extra)
         self._cache = _plan_cache(extra.pop("plan_cache", True))
         unknown = sorted(set(extra) - set(OF_VLLM))
         if unknown:

@@ -300,6 +300,11 @@ def test_unknown_keys_stop(extra: dict[str, Any]) -> None:
         loader(**extra)
 
 
+def test_extra_settings_are_an_object() -> None:
+    with pytest.raises(ConfigError, match="model_loader_extra_config.*JSON object"):
+        KvtierModelLoader(LoadConfig(load_format="kvtier", model_loader_extra_config=["plan_cache"]))
+
+
 def test_a_damaged_file_is_refused(llama: Any, checkpoints: Any, tmp_path: Path) -> None:
     """Not loaded by vLLM's loader instead: its header says more than there is."""
     config, _ = llama
