@@ -23,10 +23,13 @@ MAP_ELEMENTS_MAX = 1 << 16  # longest map of experts, elements
 Named = Sequence[tuple[str, torch.Tensor]]  # tensors of a model with their names
 
 
-def key_of(model: torch.nn.Module, tensors: Named, model_config: Any, files: Sequence[Path]) -> str:
+def key_of(
+    model: torch.nn.Module, tensors: Named, model_config: Any, files: Sequence[Path], is_tracked: bool | None = None
+) -> str:
     """Return the name of the plan that loads `files` into `model` on this rank. Raises Corrupt, OSError.
 
-    tensors: all parameters and buffers of the model, by name.
+    tensors: all parameters and buffers of the model, by name. is_tracked: enable_weights_track of the loader, as set:
+    without the check, a plan may leave out parameters that the checkpoint lacks.
     """
     config = get_current_vllm_config()
     source = Path(inspect.getfile(type(model)))
@@ -43,6 +46,7 @@ def key_of(model: torch.nn.Module, tensors: Named, model_config: Any, files: Seq
         "tensors": [name for name, _ in tensors],
         "ranks": [_rank_in(name) for name in GROUPS],
         "maps": _maps(tensors),
+        "tracked": is_tracked,
         "files": [[path.name, *_header_hash(path)] for path in files],
     }
     return plan_key(facts)

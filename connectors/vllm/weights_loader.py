@@ -192,7 +192,7 @@ class KvtierModelLoader(DefaultModelLoader):
     def _find_key(self, model: torch.nn.Module, tensors: Named, model_config: Any, files: list[Path]) -> bool:
         """Set the name under which the plan is stored. Without one it is not."""
         with suppress(Corrupt):  # the header is read again by the load, whose error names the file
-            self._key = key_of(model, tensors, model_config, files)
+            self._key = key_of(model, tensors, model_config, files, self.enable_weights_track)
         return bool(self._key)
 
     def _collect(self, model: torch.nn.Module, model_config: Any) -> list[Path]:

@@ -259,8 +259,10 @@ def test_missing_parameters_are_refused_as_by_vllm(llama: Any, checkpoints: Any,
         save_file(tensors, path, {"format": "pt"})
     model_config = copy.copy(config.model_config)
     model_config.model = str(tmp_path / "part")
+    plans = str(tmp_path / "plans")
+    loader(plan_cache=plans, enable_weights_track=False).load_weights(fresh_model(config), model_config)
     with pytest.raises(ValueError, match="not initialized from checkpoint"):
-        loader(plan_cache=False).load_weights(fresh_model(config), model_config)
+        loader(plan_cache=plans).load_weights(fresh_model(config), model_config)
 
 
 def test_a_plan_of_other_parameters_is_not_used(llama: Any, caplog: Any, tmp_path: Path) -> None:
