@@ -1,4 +1,4 @@
-"""Exponential backoff after refusals. The clock is passed in; setting it back ends a pause."""
+"""Exponential backoff after refusals. The clock is passed in; setting it back far ends a pause."""
 
 PAUSE_FIRST_S, PAUSE_MAX_S = 1.0, 60.0  # seconds; each refusal doubles the pause
 
@@ -11,7 +11,8 @@ class Backoff:
         self._paused_s = self._resume_at_s = 0.0
 
     def is_resting(self, now_s: float) -> bool:
-        return self._paused_s <= now_s < self._resume_at_s
+        # Of two readings of a clock, the later may come here first: only what is far back was set by hand.
+        return self._paused_s - PAUSE_MAX_S <= now_s < self._resume_at_s
 
     def refused(self, now_s: float) -> float:
         """Begin a pause. Return its length in seconds."""
