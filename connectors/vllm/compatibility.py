@@ -256,6 +256,11 @@ def check_cache(kv_cache_config: Any, settings: Settings) -> Any:
     for number, spec in enumerate(specs):
         if spec not in specs[:number]:
             _check_spec(spec)
+    sizes = dict.fromkeys((getattr(s, "num_kv_heads", None), getattr(s, "head_size", None)) for s in specs)
+    if len(sizes) > 1:
+        found = ", ".join(f"{heads} KV heads of {size}" for heads, size in sizes)
+        fix = f"its layers have KV of unlike sizes, and a record has one size for all; {WITHOUT}"
+        raise ConfigError("kv_cache_spec", found, fix)
     settings.check_block(specs[0].block_size)
     return specs[0]
 

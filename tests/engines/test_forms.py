@@ -241,6 +241,14 @@ def test_layers_of_different_kinds_in_one_group_are_refused() -> None:
         check_cache(SimpleNamespace(kv_cache_groups=[group]), settings())
 
 
+def test_layers_of_unlike_sizes_are_refused() -> None:
+    """As Gemma 4's. Not as a KV dtype that vLLM keeps in another way."""
+    each = {NAMES[0]: spec_of("auto"), NAMES[1]: spec_of("auto", 256)}
+    group = SimpleNamespace(layer_names=NAMES[:2], kv_cache_spec=SimpleNamespace(kv_cache_specs=each))
+    with pytest.raises(ConfigError, match="kv_cache_spec = '4 KV heads of 128, 4 KV heads of 256'.* unlike sizes"):
+        check_cache(SimpleNamespace(kv_cache_groups=[group]), settings())
+
+
 def test_a_lossy_codec_is_refused_by_name() -> None:
     from kvtier.build import make_codec
 
