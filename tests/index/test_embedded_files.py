@@ -16,7 +16,7 @@ import pytest
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.base import Use
 from kvtier.index.lmdb.environment import _READERS_BYTES, RESERVE_BYTES
-from kvtier.index.lmdb.index import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex, is_of_this_boot
 
 from index_data import check, fill, join, key, record, set_info, start
 
@@ -51,7 +51,7 @@ def test_only_its_user_may_read_it(folder: Path) -> None:
     index = open_filled(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
-    assert modes == dict.fromkeys(("data.mdb", "lock.mdb", "lock", "boot-id"), 0o600)
+    assert modes == dict.fromkeys(("data.mdb", "lock.mdb", "lock", "boot-id", "inodes"), 0o600)
     index.close()
 
 
@@ -122,10 +122,29 @@ def test_a_missing_or_garbled_stamp_is_another_boot(folder: Path) -> None:
     assert_starts_empty(folder)
 
 
+@pytest.mark.parametrize("option", ["-a", "-al"])
+def test_a_copy_is_thrown_away(folder: Path, option: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a root in use: LMDB ended the process that opened one of 60 such copies, and one more was inconsistent. Hard
+    links would have two roots write to one index."""
+    index = open_filled(folder)
+    copy = folder.with_name("copy")
+    subprocess.run(["cp", option, folder, copy], check=True)
+    assert not is_of_this_boot(copy) and (is_of_this_boot(folder) or option == "-al")
+    with caplog.at_level(logging.WARNING, "kvtier"):
+        assert_starts_empty(copy)
+    assert "a copy" in caplog.text
+    assert len(index.resolve(KEYS)) == 10 and is_of_this_boot(folder)
+    index.close()
+    copy.rename(folder.with_name("moved"))
+    index = LmdbIndex(str(folder.with_name("moved")), MAP_BYTES)
+    assert len(index.resolve(KEYS)) == 10, "a folder that was moved is the same"
+    index.close()
+
+
 DAMAGE = """
 import sys
 from kvtier.errors import IndexUnavailable
-from kvtier.index.lmdb.index import LmdbIndex
+from kvtier.index.lmdb.index import LmdbIndex, is_of_this_boot
 folder, keys = sys.argv[1], [number.to_bytes(16, "big") for number in range(3000)]
 index = LmdbIndex(folder, 16 << 20)
 assert len(index.resolve(keys)) == 3000

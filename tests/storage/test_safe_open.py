@@ -133,7 +133,7 @@ def test_the_index_in_a_root_is_no_link(tmp_path: Path) -> None:
 
 def test_files_of_the_index_are_no_links(tmp_path: Path, outside: Path) -> None:
     (tmp_path / "index").mkdir(mode=0o700)
-    names = ("data.mdb", "lock.mdb", "lock", "boot-id", "boot-id.new")
+    names = ("data.mdb", "lock.mdb", "lock", "boot-id", "boot-id.new", "inodes")
     for name in names:
         (tmp_path / "index" / name).symlink_to(outside)
     index = LmdbIndex(str(tmp_path / "index"))

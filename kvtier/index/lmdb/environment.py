@@ -8,8 +8,9 @@ It adds to LMDB:
   stopped process (I10). The kernel releases both when their owner is killed.
 - Fork safety: `os.register_at_fork` waits for running transactions, and the child closes the inherited environment.
 - Replacement of the files: they are written without fsync, so files of another boot are discarded, as are those that
-  LMDB reports as corrupt, and data and lock file where one of them is gone: another process may still have both open,
-  and LMDB keeps the number of the last transaction in the lock file. A process discards files by unlinking them under
+  LMDB reports as corrupt, copies (of a root in use, they are torn, and LMDB would end the process), and data and lock
+  file where one of them is gone: another process may still have both open, and LMDB keeps the number of the last
+  transaction in the lock file. A process discards files by unlinking them under
   the writer lock; the others notice that the path has other files than their open ones, and open the new ones.
 - A reserve: LMDB writes new pages even for removals, so on a full disk eviction would fail. Transactions that add keep
   some bytes allocated behind the used pages for those that do not.
@@ -51,7 +52,8 @@ Database = Any  # py-lmdb does not export the type of its handles
 Reopen = Callable[[], object]
 
 _DATA, _LMDB_LOCK, _LOCK, _STAMP, _NEW_STAMP = "data.mdb", "lock.mdb", "lock", INDEX_STAMP, f"{INDEX_STAMP}.new"
-_FILES = (_DATA, _LMDB_LOCK, _LOCK, _STAMP, _NEW_STAMP)
+_INODES = "inodes"  # file with the inodes of data and lock file, by which a copy of them is recognised
+_FILES = (_DATA, _LMDB_LOCK, _LOCK, _STAMP, _NEW_STAMP, _INODES)
 _OPENING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _READERS_MAX = 1024  # concurrent read transactions; 64 bytes each
 _READERS_BYTES = 64 * (_READERS_MAX + 2)  # size of lock.mdb, with its head
@@ -371,6 +373,7 @@ class SharedEnvironment:
                 log.warning("the index %s is broken (%s): starting an empty one", self.path, error)
                 self._unlink()
                 opened = self._open_env()
+            self._note_inodes()
         self._was_opened = True
         return opened
 
@@ -391,22 +394,26 @@ class SharedEnvironment:
             make_private(self.path)
 
     def _check_stamp(self) -> None:
-        """Discard files of another boot of this machine, or of another format."""
-        stamp_path = os.path.join(self.path, _STAMP)
-        try:
-            with open(stamp_path, encoding="ascii", errors="replace") as file:
-                stamp = file.read()
-        except FileNotFoundError:
-            stamp = ""
-        if stamp == self._stamp:
+        """Discard files of another boot of this machine, of another format, and copies."""
+        stamp_path, path = os.path.join(self.path, _STAMP), Path(self.path)
+        is_current = index_stamp(path) == self._stamp
+        if is_current and _is_original(path):
             return
         if self._has(_DATA):
-            log.warning("the index %s is from another boot or format: starting an empty one", self.path)
+            what = "a copy, which may be torn" if is_current else "from another boot or format"
+            log.warning("the index %s is %s: starting an empty one", self.path, what)
             self._unlink()
         new_path = os.path.join(self.path, _NEW_STAMP)
         with open(self._make(_NEW_STAMP, os.O_WRONLY | os.O_TRUNC)[0], "w") as file:
             file.write(self._stamp)
         os.replace(new_path, stamp_path)
+
+    def _note_inodes(self) -> None:
+        if not _is_original(Path(self.path)):
+            with contextlib.suppress(FileNotFoundError):  # it may be a hard link to another root's
+                os.unlink(os.path.join(self.path, _INODES))
+            with open(self._make(_INODES, os.O_WRONLY)[0], "w") as file:
+                file.write(_inodes(Path(self.path)))
 
     def _open_env(self) -> OpenEnvironment:
         locks, is_new_lock = self._make(_LMDB_LOCK, os.O_RDWR)
@@ -491,8 +498,24 @@ class SharedEnvironment:
 
 
 def has_stamp(path: Path, stamp: str) -> bool:
-    """Return whether `path` has an index with this stamp. Writes nothing."""
-    return index_stamp(path) == stamp and all((path / name).exists() for name in (_DATA, _LMDB_LOCK))
+    """Return whether `path` has an index with this stamp, which is no copy. Writes nothing."""
+    return index_stamp(path) == stamp and _is_original(path)
+
+
+def _inodes(path: Path) -> str:
+    """Return the inodes of data and lock file. Not the devices: their numbers may change with a mount. Hard links are
+    told apart. Raises OSError."""
+    found = [os.stat(path / name) for name in (_DATA, _LMDB_LOCK)]
+    return " ".join(str(one.st_ino) if one.st_nlink == 1 else "linked" for one in found)
+
+
+def _is_original(path: Path) -> bool:
+    """Return whether data and lock file are those that an index made there, and have no other name."""
+    try:
+        inodes = _inodes(path)
+        return "linked" not in inodes and (path / _INODES).read_text(encoding="ascii", errors="replace") == inodes
+    except OSError:
+        return False
 
 
 _registry: dict[str, SharedEnvironment] = {}
