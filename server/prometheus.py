@@ -91,9 +91,7 @@ def _of_shares(seen: Snapshot) -> Iterator[Metric]:
 
 def _of_workers(workers: Sequence[Worker]) -> Iterator[Metric]:
     for name in names.NAMES:
-        counter = CounterMetricFamily(
-            f"kvtier_{name}", f"{name.replace('_', ' ')}, as engines count.".capitalize(), labels=OF_A_WORKER
-        )
+        counter = CounterMetricFamily(f"kvtier_{name}", names.HELP[name], labels=OF_A_WORKER)
         for worker in workers:
             counter.add_metric(_labels(worker), worker.report.counters.get(name, 0.0))
         yield counter

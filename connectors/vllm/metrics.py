@@ -36,50 +36,7 @@ OF_ALL_RANKS = frozenset(
     }
 )
 
-HELP = {
-    names.SKIPPED_QUOTA: "Chunks that were not saved because their tenant or namespace is at its quota.",
-    names.INDEX_FAST_FAILS: "Requests to the index that failed at once, during a pause after faults.",
-    names.INDEX_PAUSES: "Pauses of requests to the index after faults.",
-    names.PUBLISH_QUEUED: "Records queued for publication because the index did not answer.",
-    names.PUBLISH_SENT_LATE: "Records published from that queue.",
-    names.PUBLISH_DROPPED: "Records dropped from that queue.",
-    names.LOOKUPS: "Prompts that were looked up in the tier.",
-    names.LOOKUP_SECONDS: "Seconds spent on lookups in the index.",
-    names.LOOKUP_TOKENS: "Tokens that were looked up in the tier.",
-    names.HIT_TOKENS: "Tokens found in the tier and passed to a load, including loads that failed later.",
-    names.LOAD_REQUESTS: "Requests for which a load ended.",
-    names.LOAD_TOKENS: "Tokens whose KV was loaded, without what failed.",
-    names.LOAD_BYTES: "Bytes of KV that were loaded, over all ranks.",
-    names.LOAD_SECONDS: "Seconds that loads took, summed over requests.",
-    names.LOAD_FAILURES: "Loads that failed in part or whole; their requests were recomputed.",
-    names.SHARED_WAITS: "Requests that waited for another request's load of the same chunks.",
-    names.SHARED_WAIT_SECONDS: "Seconds that requests waited for others' loads, summed over requests.",
-    names.SHARED_TOKENS: "Tokens that requests then had from vLLM's own cache instead of loading them again.",
-    names.ARENA_HIT_CHUNKS: "Chunks that were in the arena beside the engine's pages: in GPU memory, or on the CPU.",
-    names.HOST_HIT_CHUNKS: "Chunks that were loaded from host memory to the GPU instead of from storage.",
-    names.FILE_READ_BYTES: "Bytes that were read from storage for loads, over all ranks.",
-    names.KVIKIO_READ_BYTES: "Bytes of these that KvikIO (cuFile) read instead of kvtier's own ring.",
-    names.SAVE_TOKENS: "Tokens whose KV was saved.",
-    names.SAVE_BYTES: "Bytes of KV that were saved, over all ranks.",
-    names.SAVE_SECONDS: "Seconds that batches of saves took to be written and published, without waits in queues.",
-    names.SAVED_LATER: "Chunks saved in a later step than the one that computed them: no queue or set had room then.",
-    names.DROPPED_TAILS: "Requests that ended before the last chunks of their prompt could be taken to be saved.",
-    names.SKIPPED_QUEUE_FULL: "Chunks not saved because the queue was full until their request had ended.",
-    names.SKIPPED_NO_SPACE: "Chunks not saved because there was no space.",
-    names.SKIPPED_PRESENT: "Chunks not saved because another engine had saved them.",
-    names.SKIPPED_RESTING: "Chunks not saved because the storage refused others until their request had ended.",
-    names.SKIPPED_FAILED: "Chunks not saved because writing them failed.",
-    names.SKIPPED_OVERWRITTEN: "Chunks not saved because vLLM writes to their blocks before they can be gathered.",
-    names.SKIPPED_REFUSED: "Chunks not saved because the codec cannot keep what they hold, such as NaN.",
-    names.CHECKSUM_FAILURES: "Chunks refused because their bytes failed the checksum.",
-    names.GONE_CHUNKS: "Chunks whose segment file, or its end, was gone: evicted, removed or truncated.",
-    names.AWAY_CHUNKS: "Chunks whose file was missing on shared storage though the index has it: kept, a miss.",
-    names.REREAD_CHUNKS: "Chunks read again through a new descriptor, because other nodes' writes may show late.",
-    names.STALE_READS: "Chunks that differed when read again: a miss, read once more a second later.",
-    names.INDEX_ERRORS: "Operations that the index did not answer.",
-    names.EVICTED_BYTES: "Bytes of segment sets that this engine evicted.",
-    FAULTS: "Faults of the tier that were turned into misses.",
-}
+HELP = names.HELP | {FAULTS: "Faults of the tier that were turned into misses."}
 
 
 class KVTierStats(KVConnectorStats):

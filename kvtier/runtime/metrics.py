@@ -68,6 +68,51 @@ NAMES = (
     PUBLISH_QUEUED, PUBLISH_SENT_LATE, PUBLISH_DROPPED, EVICTED_BYTES,
 )  # fmt: skip
 
+# Help texts of Prometheus: of the counters in vLLM, and of those in the admin service.
+HELP = {
+    SKIPPED_QUOTA: "Chunks that were not saved because their tenant or namespace is at its quota.",
+    INDEX_FAST_FAILS: "Requests to the index that failed at once, during a pause after faults.",
+    INDEX_PAUSES: "Pauses of requests to the index after faults.",
+    PUBLISH_QUEUED: "Records queued for publication because the index did not answer.",
+    PUBLISH_SENT_LATE: "Records published from that queue.",
+    PUBLISH_DROPPED: "Records dropped from that queue.",
+    LOOKUPS: "Prompts that were looked up in the tier.",
+    LOOKUP_SECONDS: "Seconds spent on lookups in the index.",
+    LOOKUP_TOKENS: "Tokens that were looked up in the tier.",
+    HIT_TOKENS: "Tokens found in the tier and passed to a load, including loads that failed later.",
+    LOAD_REQUESTS: "Requests for which a load ended.",
+    LOAD_TOKENS: "Tokens whose KV was loaded, without what failed.",
+    LOAD_BYTES: "Bytes of KV that were loaded, over all ranks.",
+    LOAD_SECONDS: "Seconds that loads took, summed over requests.",
+    LOAD_FAILURES: "Loads that failed in part or whole; their requests were recomputed.",
+    SHARED_WAITS: "Requests that waited for another request's load of the same chunks.",
+    SHARED_WAIT_SECONDS: "Seconds that requests waited for others' loads, summed over requests.",
+    SHARED_TOKENS: "Tokens that requests then had from vLLM's own cache instead of loading them again.",
+    ARENA_HIT_CHUNKS: "Chunks that were in the arena beside the engine's pages: in GPU memory, or on the CPU.",
+    HOST_HIT_CHUNKS: "Chunks that were loaded from host memory to the GPU instead of from storage.",
+    FILE_READ_BYTES: "Bytes that were read from storage for loads, over all ranks.",
+    KVIKIO_READ_BYTES: "Bytes of these that KvikIO (cuFile) read instead of kvtier's own ring.",
+    SAVE_TOKENS: "Tokens whose KV was saved.",
+    SAVE_BYTES: "Bytes of KV that were saved, over all ranks.",
+    SAVE_SECONDS: "Seconds that batches of saves took to be written and published, without waits in queues.",
+    SAVED_LATER: "Chunks saved in a later step than the one that computed them: no queue or set had room then.",
+    DROPPED_TAILS: "Requests that ended before the last chunks of their prompt could be taken to be saved.",
+    SKIPPED_QUEUE_FULL: "Chunks not saved because the queue was full until their request had ended.",
+    SKIPPED_NO_SPACE: "Chunks not saved because there was no space.",
+    SKIPPED_PRESENT: "Chunks not saved because another engine had saved them.",
+    SKIPPED_RESTING: "Chunks not saved because the storage refused others until their request had ended.",
+    SKIPPED_FAILED: "Chunks not saved because writing them failed.",
+    SKIPPED_OVERWRITTEN: "Chunks not saved because vLLM writes to their blocks before they can be gathered.",
+    SKIPPED_REFUSED: "Chunks not saved because the codec cannot keep what they hold, such as NaN.",
+    CHECKSUM_FAILURES: "Chunks refused because their bytes failed the checksum.",
+    GONE_CHUNKS: "Chunks whose segment file, or its end, was gone: evicted, removed or truncated.",
+    AWAY_CHUNKS: "Chunks whose file was missing on shared storage though the index has it: kept, a miss.",
+    REREAD_CHUNKS: "Chunks read again through a new descriptor, because other nodes' writes may show late.",
+    STALE_READS: "Chunks that differed when read again: a miss, read once more a second later.",
+    INDEX_ERRORS: "Operations that the index did not answer.",
+    EVICTED_BYTES: "Bytes of segment sets that this engine evicted.",
+}
+
 
 class Metrics:
     """Values of the counters above."""

@@ -13,6 +13,7 @@ from kvtier.admin.lookup import TOKENS_MAX
 from kvtier.errors import ConfigError
 from kvtier.format.namespace import chunk_keys, join_extras, salt_extra
 from kvtier.index.base import SetInfo
+from kvtier.runtime.metrics import HELP
 from kvtier.server import service as service_module
 from tests.damage import flip_slab
 from tests.server.serving import CHUNK_TOKENS, CHUNKS, OWNER, PROMPT, Filled, Serving, more_sets, serving
@@ -450,3 +451,4 @@ def test_prometheus_text(served: Serving) -> None:
     assert value("kvtier_lookup_duration_seconds_bucket", le="0.001") == 0
     assert value("kvtier_lookup_duration_seconds_sum") == pytest.approx(0.002)
     assert text.count("# HELP") == text.count("# TYPE") == len(families)
+    assert families["kvtier_stale_reads"].documentation == HELP["stale_reads"]  # as in vLLM; it said "Stale reads"
