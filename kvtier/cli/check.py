@@ -32,7 +32,7 @@ from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 from kvtier.runtime.memory_limits import beyond_available, check_host_arena, memory_here
 from kvtier.runtime.units import exact, size
 from kvtier.storage.filesystem import IN_MEMORY, file_system_of
-from kvtier.storage.root import check_mount, check_reserve, check_space, find_root, squash_hint
+from kvtier.storage.root import check_mount, check_reserve, check_space, find_root, squash_hint, unwritable
 from kvtier.storage.root_owner import Owner, check_claim, check_shared, default_index_path, read_owner, this_node
 
 ON_ONE_RANK = " on one rank"
@@ -212,8 +212,7 @@ def _look_at_root(settings: Settings) -> CheckResult:
         if any(path.glob("v[0-9]*")):
             find_root(path)  # one of a newer version is refused
         if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
-            fix = f"not writable: {folder}; make it writable for this user or choose another root"
-            raise ConfigError("root", str(path), fix)
+            raise unwritable(path, folder)
     check_mount(settings)
     check_space(path, settings.rank_set_bytes_max)
     check_reserve(path, settings.capacity.reserve_bytes, settings.rank_set_bytes_max)

@@ -18,7 +18,7 @@ from kvtier.io.calibration import Calibration
 from kvtier.runtime.units import rate, size
 from kvtier.scheduler import capacity_warnings
 from kvtier.storage.filesystem import FileSystem, FreeSpace, file_system_of, stripes_for
-from kvtier.storage.root import check_mount, nearest, segments_bytes
+from kvtier.storage.root import check_mount, nearest, segments_bytes, unwritable
 from kvtier.storage.root_owner import check_node
 
 STORAGE_TIMEOUT_S = 60.0  # deadline of the storage probe, seconds
@@ -31,8 +31,7 @@ def place_of(root: Path) -> Path:
     if not place.is_dir():
         raise ConfigError("root", str(root), f"{place} is a file, not a folder; choose another root")
     if not os.access(place, os.W_OK | os.X_OK):
-        fix = f"not writable: {place}; make it writable for this user or choose another root"
-        raise ConfigError("root", str(root), fix)
+        raise unwritable(root, place)
     return place
 
 

@@ -155,19 +155,23 @@ def find_root(path: Path) -> Root:
         raise ConfigError("root", str(path), fix)
     try:
         if not path.is_dir():
-            raise ConfigError(
-                "root", str(path), "there is no such folder; name the one that `root` of the settings says"
+            fix = (
+                "there is no such folder; name the one that `root` of the engines' settings says: their first start "
+                "makes it"
             )
+            raise ConfigError("root", str(path), fix)
         _check_versions(path)
         if not _is_folder(folder):
             raise ConfigError(
                 "root",
                 str(path),
-                f"not a root of kvtier: it has no folder {folder.name}; name the one that `root` of the settings says",
+                f"not a root of kvtier: it has no folder {folder.name}; name the one that `root` of the engines' "
+                "settings says: their first start fills it",
             )
         owner = read_owner(folder)
     except OSError as error:
-        raise ConfigError("root", str(path), f"cannot be read: {error}; make it readable for this user") from None
+        fix = squash_hint(error) or "; make it readable for this user"
+        raise ConfigError("root", str(path), f"cannot be read: {error}{fix}") from None
     return Root(path.absolute(), folder, owner.index_path if owner else None, owner.root_id if owner else "")
 
 
@@ -268,9 +272,8 @@ def read_namespace(folder: Path) -> Namespace:
         if namespace.id.hex() != folder.name:
             raise Corrupt(f"it describes namespace {namespace.id.hex()}")
     except OSError as error:
-        raise ConfigError(
-            "root", str(path), f"cannot be read: {error.strerror}; make it readable for this user"
-        ) from None
+        fix = squash_hint(error) or "; make it readable for this user"
+        raise ConfigError("root", str(path), f"cannot be read: {error.strerror}{fix}") from None
     except (Corrupt, UnicodeDecodeError) as fault:
         fix = (
             f"contradicts the name of its folder ({fault}), so the model of its KV is unknown; stop all engines "
@@ -380,10 +383,13 @@ def segments_bytes(path: Path) -> int:
 
 def with_default_capacity(settings: Settings) -> Settings:
     """Return the settings of a root that is given alone, as by KVTIER_ROOT: where capacity_bytes is not set, it is
-    `default_capacity`. Raises OSError."""
+    `default_capacity`. Raises ConfigError where the disk is full, OSError."""
     if "capacity_bytes" in settings.model_fields_set:
         return settings
-    return settings.model_copy(update={"capacity_bytes": default_capacity(settings.root)})
+    capacity_bytes = default_capacity(settings.root)
+    if not capacity_bytes:
+        raise _full(settings.root, settings.segment_bytes)
+    return settings.model_copy(update={"capacity_bytes": capacity_bytes})
 
 
 def default_capacity(root: Path) -> int:
@@ -425,6 +431,14 @@ def squash_hint(error: OSError) -> str:
         "; root is refused, so the server maps it to another user (root_squash): make the folder on the server, chown "
         "it to the engines' user, and run this and the engines as that user"
     )
+
+
+def unwritable(root: Path, place: Path) -> ConfigError:
+    """Return the refusal of `place`, the root or a folder in or above it, to which this user may not write."""
+    fix = "make it writable for this user"
+    if place.is_relative_to(root) and os.geteuid() not in (0, os.stat(place).st_uid):  # such folders are 0700
+        fix = "run this as the engines' user, who must own the folder,"
+    return ConfigError("root", str(root), f"not writable: {place}; {fix} or choose another root")
 
 
 def _config_error(path: Path, error: OSError, needed_bytes: int) -> ConfigError:

@@ -18,7 +18,7 @@ from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.storage import root as root_module
 from kvtier.storage import root_owner
 from kvtier.storage.filesystem import FileSystem
-from kvtier.storage.root import Root, check_space, find_root, open_root
+from kvtier.storage.root import Root, check_space, find_root, open_root, unwritable, with_default_capacity
 from kvtier.storage.root_owner import Node, Owner, read_owner
 from tests.storage.users import as_user
 
@@ -177,6 +177,8 @@ def test_disk_that_is_full(tmp_path: Path, mount_tmpfs: Mount) -> None:
         error = refusal(settings_for(root))
         assert error.key == "root" and "its disk is full" in error.fix
         assert "64KiB are needed" in error.fix
+    with pytest.raises(ConfigError, match="root = .*its disk is full"):  # `kvtier check` called 0 bytes fit to start
+        with_default_capacity(Settings.load({"root": str(tmp_path)}))
 
 
 def test_disk_without_a_free_inode(tmp_path: Path, mount_tmpfs: Mount) -> None:
@@ -359,6 +361,22 @@ def test_find_root_writes_nothing(tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     assert find_root(tmp_path) == root
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_find_root_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders are 0700 by design; it said to make them readable."""
+
+    def refuse(_: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "v2")
+
+    monkeypatch.setattr(root_module, "_check_versions", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ConfigError, match="cannot be read: .*; run this as the engines' user") as refused:
+        find_root(tmp_path)
+    assert "readable" not in str(refused.value)
+    for place in (tmp_path, tmp_path.parent):
+        fix = unwritable(tmp_path, place).fix
+        assert ("run this as the engines' user" in fix) == (place == tmp_path) != ("make it writable" in fix)
 
 
 @pytest.mark.parametrize("name", ["absent", "empty", "file"])
