@@ -35,8 +35,8 @@ LOGGED = logging.ERROR  # least level of vLLM's own lines here
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Figures of one rank's plan. landed_bytes: into parameters. read_bytes: of files, for those, with the gaps between
-    short rows."""
+    """Figures of one rank's plan. landed_bytes: into parameters, in their dtypes. read_bytes: of files, for those, with
+    the gaps between short rows."""
 
     rank: int
     copies: int
@@ -61,12 +61,16 @@ def plans(folder: Path, tensor_size: int, dtype: str = AUTO) -> Iterator[RankPla
                 raise ConfigError("model", str(folder), f"kvtier cannot plan its load: {loader.why}")
             plan = planned.plan
             table = plan.copies.T
-            spans = (table[ROWS] - 1) * table[SOURCE_PITCH] + table[ROW_BYTES]
+            lengths = (table[ROWS] - 1) * table[SOURCE_PITCH] + table[ROW_BYTES]
+            spans = list(zip(table[0].tolist(), table[OFFSET].tolist(), lengths.tolist(), strict=True))
+            sources = [conversion.source for conversion in plan.conversions]
+            spans += [(source.number, source.offset, source.n_bytes) for source in sources]
+            converted_bytes = sum(conversion.target.content_bytes for conversion in plan.conversions)
             yield RankPlan(
                 rank=rank,
                 copies=len(plan.copies),
-                landed_bytes=plan.n_bytes + plan.materialized_bytes,
-                read_bytes=_covered(list(zip(table[0].tolist(), table[OFFSET].tolist(), spans.tolist(), strict=True))),
+                landed_bytes=plan.copied_bytes + converted_bytes + plan.materialized_bytes,
+                read_bytes=_covered(spans),
                 converted=len(plan.conversions),
                 materialized_bytes=plan.materialized_bytes,
             )

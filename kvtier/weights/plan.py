@@ -112,8 +112,12 @@ class WeightPlan:
     @property
     def n_bytes(self) -> int:
         """Return the bytes of checkpoint files that end in parameters."""
-        converted = sum(conversion.source.content_bytes for conversion in self.conversions)
-        return int((self.copies[:, ROWS] * self.copies[:, ROW_BYTES]).sum()) + converted
+        return self.copied_bytes + sum(conversion.source.content_bytes for conversion in self.conversions)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Return the bytes that are copied as they are."""
+        return int((self.copies[:, ROWS] * self.copies[:, ROW_BYTES]).sum())
 
     def bind(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
         """Return the tensor of each target. Raises PlanMismatch if one is missing or laid out in another way."""

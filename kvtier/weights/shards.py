@@ -107,7 +107,9 @@ class ShardFolder:
         self._files: dict[str, int] = {}
         earlier = read_shard_manifest(folder, PARTIAL)
         if earlier is None and any(not entry.name.startswith(".") for entry in folder.iterdir()):
-            raise ConfigError("--out", str(folder), "the folder is not empty; name a new one")
+            is_finished = read_shard_manifest(folder) is not None
+            what = "it has finished shards; use them, empty it, or" if is_finished else "the folder is not empty;"
+            raise ConfigError("--out", str(folder), f"{what} name a new one")
         if earlier not in (None, manifest):
             fix = "it has the beginning of other shards (another checkpoint, size or release)"
             raise ConfigError("--out", str(folder), f"{fix}; empty it, or name a new one")

@@ -289,7 +289,7 @@ def test_a_disk_that_fills_up_is_gone_on_with(
 
 def test_what_is_in_the_way_is_refused(checkpoint: Path, made: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for folder, reason in ((tmp_path, "not empty"), (made, "not empty")):
+    for folder, reason in ((tmp_path, "not empty"), (made, "finished shards")):
         with pytest.raises(ConfigError, match=reason):
             weights_shard.shard(checkpoint, RANKS, folder, lambda done, total: None)
     with pytest.raises(ConfigError, match="shards already"):
@@ -364,6 +364,10 @@ def test_plan_of_each_rank(checkpoint: Path, capsys: pytest.CaptureFixture[str])
     assert [rank["rank"] for rank in found] == [0, 1]
     for rank in found:
         assert rank["landed_bytes"] < rank["read_bytes"] and rank["converted"] == rank["materialized_bytes"] == 0
+    assert main(["weights", "plan", str(checkpoint), "--tp", "2", "--dtype", "float32", "--json"]) == 0
+    for rank, wide in zip(found, json.loads(capsys.readouterr().out), strict=True):
+        assert wide["converted"] and wide["landed_bytes"] == 2 * rank["landed_bytes"]
+        assert wide["read_bytes"] >= rank["landed_bytes"]  # what is converted is read as well: it said 0 bytes
     assert main(["weights", "plan", str(checkpoint)]) == 0
     assert "into parameters" in capsys.readouterr().out
     assert main(["weights", "plan", str(checkpoint.parent)]) == 2
