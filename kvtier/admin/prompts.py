@@ -25,8 +25,8 @@ def tokenize(opened: Opened, text: str, namespace: bytes | None) -> list[int]:
     wanted = {report.tokenizer for report in reports if namespace is None or report.namespace == namespace.hex()}
     wanted.discard("")
     if len(wanted) != 1:
-        what = "have different tokenizers" if wanted else "do not report a tokenizer"
-        raise NoTokenizer(f"the running engines {what}: send token ids")
+        what = "running engines have different tokenizers" if wanted else "no running engine reports a tokenizer"
+        raise NoTokenizer(f"{what}: send token ids")
     return list(_tokenizer(wanted.pop()).encode(text).ids)
 
 

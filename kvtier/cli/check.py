@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from kvtier.cli.app import app
 from kvtier.cli.place import JsonOption, load_settings, path_argument
+from kvtier.cli.tables import counted
 from kvtier.config.capacity import few_sets
 from kvtier.config.kv_transfer import read_transfer_config
 from kvtier.config.settings import HOST_ADMIT, HOST_ARENA_BYTES, Settings
@@ -273,7 +274,7 @@ def _look_at_model(settings: Settings, folder: Path) -> tuple[str, str]:
     settings.check_capacity(shape.set_bytes, shape.slots)
     check_space(settings.root, shape.set_bytes)
     served = (
-        f"{model.family} of {model.layers} layers, served: a segment set has {shape.slots} chunks of "
+        f"{model.family} of {model.layers} layers, served: a segment set has {counted(shape.slots, 'chunk')} of "
         f"{settings.chunk_tokens} tokens and {size(shape.set_bytes)}{ON_ONE_RANK}"
     )
     return served, few_sets(settings.capacity_bytes, shape.set_bytes, shape.slots, ON_ONE_RANK)

@@ -127,8 +127,8 @@ def _namespaces(seen: Snapshot) -> list[tuple[str, ...]]:
     rows = [
         (
             row.id[:12],
-            row.model or row.engine or UNKNOWN,
-            f"{row.kv} {row.codec}" if row.is_readable else "BAD: unreadable",
+            row.model or f"no engine now ({row.engine or UNKNOWN})",
+            f"{row.kv} {row.codec}, chunks of {row.chunk_tokens}" if row.is_readable else "BAD: unreadable",
             f"{row.sets:,}",
             share(row.n_bytes, row.quota_bytes),
             f"{row.hits:,}",

@@ -95,6 +95,7 @@ def test_looking_makes_no_root(tmp_path: Path, cli: Cli) -> None:
 
 
 def test_stats_of_a_deployment(config: Path, cli: Cli) -> None:
+    assert "no engine now (" in cli.printed("stats", str(config)), "the engine's kind stood there as the model"
     report(config)
     out = cli.printed("stats", str(config))
     assert f"{root_of(config)}: " in out and "of 64.0 MiB" in out
@@ -109,6 +110,7 @@ def test_stats_of_a_deployment(config: Path, cli: Cli) -> None:
     ):
         assert f"\n{title}\n" in out
     assert "search" in out and "0 bytes of 16.0 MiB" in out and "a-model" in out
+    assert " raw, chunks of 64 " in out, "two namespaces that differed in chunk_tokens alone looked alike"
 
 
 def report(config: Path) -> None:
@@ -169,7 +171,7 @@ def test_lookup_that_cannot_be_done(config: Path, tmp_path: Path, cli: Cli) -> N
     bad.write_text('["a"]')
     assert "which prompt?" in cli.refused("lookup", str(config))
     assert f"{bad}: no token ids" in cli.refused("lookup", str(config), "--tokens", str(bad))
-    assert "send token ids" in cli.refused("lookup", str(config), "--prompt", "a text")
+    assert "no running engine reports a tokenizer: send" in cli.refused("lookup", str(config), "--prompt", "a text")
     for namespace in ("ffff", ""):
         text = cli.refused("lookup", str(config), "--tokens", str(bad), "--namespace", namespace)
         assert ("--namespace ffff: there is no such" if namespace else "--namespace is empty") in text
