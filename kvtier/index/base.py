@@ -166,6 +166,16 @@ class Index(Protocol):
     def members(self, set_id: int) -> list[tuple[bytes, Location]]:
         """Return (key, location) of each visible record of a set."""
 
+    def listed(self, set_id: int) -> set[tuple[int, int]]:
+        """Return (rank, slot) of the records in the set's list; more than `members` has where their entries were lost
+        with a part of the index."""
+        return {(location.rank, location.slot) for _, location in self.members(set_id)}
+
+    def without_list(self, set_ids: Collection[int]) -> set[int]:
+        """Return those of these registered sets whose list of records was lost, alone or with a part of the index: they
+        accept no records, and `members` finds none."""
+        return set()
+
     def remove_set(self, set_id: int, token: int | None = None) -> int:
         """Remove the set and its records from the index. Return the number of records. Idempotent.
 

@@ -167,6 +167,8 @@ class GuardedIndex:
     sets = _through(Index.sets)
     some_sets = _through(Index.some_sets)
     members = _through(Index.members)
+    listed = _through(Index.listed)
+    without_list = _through(Index.without_list)
     touch = _through(Index.touch)
     shared_s = _through(Index.shared_s)
     local_s = _through(Index.local_s)

@@ -107,6 +107,7 @@ class ReadBack:
         lapses = self._lease.lapses
         # Asked before the pages are read: a living writer may publish records that were not on the pages read.
         members = self._index.members(set_id)
+        has_list = bool(members) or not self._index.without_list([set_id])
         found: dict[int, list[NewRecord]] = {}
         header = None
         for n_read, part in enumerate(parts):
@@ -132,7 +133,7 @@ class ReadBack:
         taken = self._take_in(self._set_info(files, header), list(records.values())) if is_whole else None
         was_known = taken is None
         if taken is None:
-            taken = self._add_missing(set_id, missing, known, lapses, returned)
+            taken = self._add_missing(set_id, missing, known, lapses, returned if has_list else parts)
         is_missing = not all(files.exists(set_id, part) for part in found)
         if is_missing and not (self._may_be_away and was_known):  # a set that the index kept may only be away
             self._look_at_root()
@@ -169,6 +170,8 @@ class ReadBack:
             some = keys[first : first + KEYS_AT_ONCE]
             for key, value in zip(some, self._index.find(some), strict=True):
                 for location in entry.locations_of(value):
+                    if location in read[key]:  # of a set whose list the index lost
+                        continue
                     others = [other for other in read[key] if other.extent.intersect(location.extent) is not None]
                     if others and (key, location) not in self._good:
                         progress()
@@ -215,16 +218,20 @@ class ReadBack:
         returned: Collection[int],
     ) -> int:
         """Add records to a set that the index knows with the records `known`; return how many were added. To a set that
-        was taken over, none behind the known ones are added, except in files of `returned`: the index refused them to
+        was taken over, none behind the known ones are added, except in files of `returned`, and those that the index
+        had accepted before it lost their entries: it refused the others to
         the writer, which cuts them off without the lease (own_segments). Where the set has a writer, the index is to
         refuse them if it was taken over in between: then its files were cut behind the known ones."""
         is_unowned = bool(missing) and any(info.owner == UNOWNED for info in self._index.some_sets([set_id]))
         if is_unowned:
+            listed = self._index.listed(set_id)
             used = slots_used(location for _, location in known)
             missing = [
                 record
                 for record in missing
-                if record.location.part in returned or record.location.slot < used.get(record.location.part, 0)
+                if record.location.part in returned
+                or record.location.slot < used.get(record.location.part, 0)
+                or (record.location.rank, record.location.slot) in listed
             ]
         if not missing:
             return 0

@@ -266,7 +266,12 @@ class Housekeeper:
         if self._is_written(info):
             return
         lapses = self._lease.lapses
-        members = [] if info.is_open else self._index.members(info.set_id)
+        members = self._members_if_closed(info)
+        if not members and self._index.without_list([info.set_id]):
+            files = SegmentFiles(self._folder / info.namespace.hex(), direct=False)
+            taken = self._read_back.read_set(files, info.set_id, sorted(sizes), {})
+            log.info("segment set %016x had lost its list in the index: %d records were read back", info.set_id, taken)
+            members = self._members_if_closed(info)
         if not members and not info.is_open and self._may_come(info):
             return
         if not members:
@@ -291,6 +296,9 @@ class Housekeeper:
             n_bytes = self._measured(info, members)
         if info.is_open or n_bytes != info.n_bytes:
             self._index.close_set(info.set_id, n_bytes)
+
+    def _members_if_closed(self, info: SetInfo) -> list[tuple[bytes, Location]]:
+        return [] if info.is_open else self._index.members(info.set_id)
 
     def _read_returned(self, info: SetInfo, sizes: dict[int, int], known: set[int]) -> None:
         """Read back a closed set with a file of which the index has no record: it was away when the index was rebuilt.

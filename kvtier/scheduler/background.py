@@ -265,7 +265,9 @@ class Keeper:
         What would be written there would be refused."""
         held = self.supplies.set_ids()
         ours = {info.set_id for info in self._index.some_sets(held) if info.owner == self._plan.owner}
-        lost = self.supplies.forget(held - ours)
+        without_list = self._index.without_list(ours)
+        self._done_with.to_close += without_list  # a sweep reads their records back
+        lost = self.supplies.forget(held - ours | without_list)
         if lost:
             log.warning("%d segment sets of this engine are no longer its own; it goes on in new ones", lost)
 

@@ -10,7 +10,7 @@ import torch
 
 from kvtier.errors import ConfigError
 from kvtier.runtime import metrics as names
-from tests.redis_server import GENEROUS_MS, Server, free_port, has_redis, standalone
+from tests.redis_server import GENEROUS_MS, Server, cluster, cluster_url, free_port, has_redis, standalone
 from tests.support.rig import Engine
 from tests.waiting import wait_until
 
@@ -27,10 +27,11 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-def engine(root: Path, url: str, **changes: object) -> Engine:
+def engine(root: Path, url: str, segment_bytes: int = 4 << 20, **changes: object) -> Engine:
     breaker = {"failures": 2, "pause_first_ms": 100.0, "pause_max_ms": 400.0}
     index = {"kind": "redis", "url": url, "reply_timeout_ms": GENEROUS_MS, "connect_timeout_ms": GENEROUS_MS}
-    return Engine(root, changes={"index": {**index, "breaker": breaker, **changes}, "writer_lease_s": 30.0})
+    index |= {"breaker": breaker, **changes}
+    return Engine(root, changes={"index": index, "writer_lease_s": 30.0, "segment_bytes": segment_bytes})
 
 
 def prompt(number: int, chunks: int = 3) -> list[int]:
@@ -156,3 +157,42 @@ def test_an_emptied_redis_is_filled_again_by_one_engine(server: Server, tmp_path
 def saves_all(one: Engine, number: int) -> bool:
     """An engine notices within a few seconds that its sets are gone; until then its saves are refused."""
     return [answer.outcome.value for answer in one.save(prompt(number), list(range(40, 52)))] in (["saved"] * 3, [])
+
+
+@pytest.mark.parametrize("has_writer", [True, False])
+def test_a_shard_that_lost_its_memory_costs_no_chunk_and_no_save(tmp_path: Path, has_writer: bool) -> None:
+    """Lists of sets that other shards know were lost, or entries of records that lists on other shards name."""
+    with cluster(tmp_path / "redis") as servers:
+        root, url, numbers = tmp_path / "kv", cluster_url(servers), range(12)
+        one = engine(root, url, 1 << 20)
+        for number in numbers:
+            one.save(prompt(number), list(range(12)))
+        if not has_writer:  # its sets are read back, and have no owner
+            one.close()
+            for server in servers:
+                server.cli("flushall")
+            one = engine(root, url, 1 << 20)
+            wait_until(lambda: all(hits(one, prompt(number)) == 3 for number in numbers), "the first rebuild")
+        for round_, server in enumerate(servers, 1):
+            server.cli("flushall")
+            wait_until(lambda: all(hits(one, prompt(number)) == 3 for number in numbers), "all hits again")
+            saved = 100 * round_
+            wait_until(lambda saved=saved: saves_all(one, saved) and hits(one, prompt(saved)) == 3, "a save")
+        one.close()
+
+
+def test_lists_that_redis_lost_alone_cost_no_set(server: Server, tmp_path: Path) -> None:
+    """As by a maxmemory-policy that evicts keys, or a failover. A sweep took such sets for empty and removed them."""
+    one, other = (engine(tmp_path / "kv", server.url, 1 << 20) for _ in range(2))
+    for number in range(3):
+        one.save(prompt(number), list(range(12)))
+    lists = "for _, k in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('DEL', k) end"
+    server.cli("eval", lists, "0", "kvtier:{" + 16 * "?" + "}")
+    one.store._keeper._due.beat_s = 0.0
+    wait_until(lambda: saves_all(one, 3) and hits(other, prompt(3)) == 3, "a save in a new set")
+    one.close()
+    other.store._keeper._housekeeper.sweep()
+    assert [hits(other, prompt(number)) for number in range(4)] == [3] * 4
+    index = other.store._keeper._index
+    assert index.without_list([info.set_id for info in index.sets() if not info.is_open]) == set()
+    other.close()

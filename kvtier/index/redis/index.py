@@ -128,7 +128,8 @@ class RedisIndex(Index):
         if not before:
             self._caller.one(name, "HSET", name, LIST_STATE, state)
         elif before[:1] != REMOVING:  # the shard of its list may have lost its memory
-            self._caller.one(name, "HSETNX", name, LIST_STATE, UNOWNED_LIST)
+            is_owned = any(known.owner != UNOWNED for known in self._sets.get([info.set_id]))
+            self._caller.one(name, "HSETNX", name, LIST_STATE, OPEN if is_owned else UNOWNED_LIST)
         return not before
 
     def take_over(self, set_id: int) -> None:
@@ -159,6 +160,16 @@ class RedisIndex(Index):
             for location in entry.locations_of(value)
             if entry.place(location) == place
         ]
+
+    def listed(self, set_id: int) -> set[tuple[int, int]]:
+        name = self._keys.list_of(set_id)
+        fields: list[bytes] = self._caller.one(name, "HKEYS", name)
+        return {PLACE.unpack(field) for field in fields if field != LIST_STATE}
+
+    def without_list(self, set_ids: Collection[int]) -> set[int]:
+        names = {set_id: self._keys.list_of(set_id) for set_id in set_ids}
+        found = self._caller.run([Request(name, ("EXISTS", name)) for name in names.values()])
+        return {set_id for set_id, is_there in zip(names, found, strict=True) if not is_there}
 
     def remove_set(self, set_id: int, token: int | None = None) -> int:
         name = self._keys.list_of(set_id)
