@@ -32,7 +32,7 @@ KEY = re.compile(r"( *)(?:# )?(\w+):(?: +([^#\n]*))?")  # a setting of default.y
 # Commands of kvtier, by the words that name them.
 COMMANDS = (
     "check", "doctor", "plan", "stats", "lookup", "verify", "evict", "pin", "unpin", "quota", "bench", "index rebuild",
-    "index check", "serve", "weights plan", "weights shard",
+    "index check", "serve", "calibrate", "weights plan", "weights shard", "weights verify", "weights bench",
 )  # fmt: skip
 METHODS = ("get", "put", "post", "delete")
 

@@ -1,5 +1,6 @@
 """`kvtier calibrate MODEL --out FILE`: make the table that the codecs tc4 and tc3 need."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -7,21 +8,30 @@ from typer import Argument, Option
 
 from kvtier.cli.app import NotDone, app
 from kvtier.cli.progress import progress
+from kvtier.errors import ConfigError
+from kvtier.runtime.exit_status import MEANINGS, OK
+
+Texts = Annotated[
+    list[Path] | None,
+    Option(metavar="FILE", exists=True, dir_okay=False, help="Text to calibrate with; may be given again."),
+]
+Rows = Annotated[int, Option(metavar="N", min=1, help="Rows of 1,280 tokens of each kind of text, or of each file.")]
 
 
-@app.command()
+@app.command(epilog=MEANINGS)
 def calibrate(
-    model: Annotated[Path, Argument(help="folder of a checkpoint, with its tokenizer")],
-    out: Annotated[Path, Option(help="file of the table")],
-    text: Annotated[list[Path] | None, Option(help="text file to calibrate with; may be given again")] = None,
-    rows: Annotated[int, Option(min=1, help="rows of 1,280 tokens of each kind of text, or of each file")] = 4,
-    device: Annotated[str, Option(help="cpu or cuda")] = "cpu",
-) -> None:
+    model: Annotated[Path, Argument(metavar="MODEL", help="Folder of a checkpoint, with its tokenizer.")],
+    out: Annotated[Path, Option(metavar="FILE", help="File of the table.")],
+    text: Texts = None,
+    rows: Rows = 4,
+    device: Annotated[str, Option(help="As in torch: cpu or cuda.")] = "cpu",
+) -> int:
     """Make the table of the codecs tc4 and tc3 for a model: minutes on a GPU, and for small models on a CPU.
 
     It needs transformers. Without --text it takes prose, code, tables and dialogue that packages and the system of this
     machine hold. Give texts that are like what is served: the codecs lose most on kinds that they have not seen.
     """
+    _check(model, out, device)
     from kvtier.codecs.transform.calibrate import table_tensors
     from kvtier.codecs.transform.model_statistics import PREFIX_TOKENS, TEXT_TOKENS, CalibratedModel, default_rows
     from kvtier.codecs.transform.table import write_table
@@ -43,3 +53,18 @@ def calibrate(
         statistics = loaded.statistics(found, frequencies, show)
     write_table(out, table_tensors(*statistics, frequencies), model.resolve().name, weights)
     print(f"{out}: table of {model.resolve().name} from {len(found)} rows of text; set codec_table to its path")
+    return OK
+
+
+def _check(model: Path, out: Path, device: str) -> None:
+    """Refuse what would else fail after minutes of work. Raises ConfigError."""
+    import torch
+
+    if not (model / "config.json").is_file():
+        raise ConfigError("model", str(model), "there is no config.json; name the folder of a Hugging Face model")
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise ConfigError("--out", str(out), f"{out.parent} is no folder, or not writable; name another")
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError("--device", device, f"torch cannot use it ({error}); cpu works everywhere") from None

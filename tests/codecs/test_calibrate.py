@@ -1,5 +1,6 @@
 """Calibration of the transform codec on models with random weights, and the text it takes."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,14 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     (tmp_path / "text").write_text("short")
     assert main([*command, str(tmp_path / "none")]) != 0
     assert "1,280 tokens" in capsys.readouterr().err
+    for wrong, said in (
+        ([str(tmp_path), "--out", "x"], "model = .*no config.json"),
+        ([str(folder), "--out", str(tmp_path / "absent" / "x")], "--out = .*no folder"),  # after minutes of work
+        ([str(folder), "--out", str(tmp_path / "x"), "--device", "cuda:99"], "--device = 'cuda:99'"),
+        (
+            [str(folder), "--out", str(tmp_path / "x"), "--text", str(tmp_path / "absent")],
+            "'--text': file .* not",
+        ),
+    ):
+        assert main(["calibrate", *wrong]) == 2
+        assert re.search(said, capsys.readouterr().err), wrong

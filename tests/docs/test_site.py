@@ -30,7 +30,7 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     settings, rest, cli = (
         (tmp_path / "site" / name).read_text() for name in ("settings.html", "rest.html", "cli.html")
     )
-    assert "--dry-run" in cli and cli.count("Usage: kvtier") == 17
+    assert "--dry-run" in cli and cli.count("Usage: kvtier") == 20
     assert "capacity.ttl_s" in settings and "64GiB" in settings
     assert "/api/v1/lookup" in rest and "LookupAnswer" in rest
     assert not BANNED.findall(settings + rest)
