@@ -55,6 +55,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = COPIES.get(here, f"docs/{here}")
     served = {COPIES.get(file.src_uri, f"docs/{file.src_uri}"): file.src_uri for file in files}
     served |= {file.src_uri: file.src_uri for file in files if file.generated_by}  # pictures, by their own path
+    served["configs/default.yaml"] = "settings.md"  # which is made of it
 
     def rewritten(match: re.Match[str]) -> str:
         mark, text, target, heading = match.groups()
