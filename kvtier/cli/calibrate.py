@@ -31,7 +31,7 @@ def calibrate(
     It needs transformers. Without --text it takes prose, code, tables and dialogue that packages and the system of this
     machine hold. Give texts that are like what is served: the codecs lose most on kinds that they have not seen.
     """
-    _check(model, out, device)
+    _check(model, out)
     from kvtier.codecs.transform.calibrate import table_tensors
     from kvtier.codecs.transform.model_statistics import PREFIX_TOKENS, TEXT_TOKENS, CalibratedModel, default_rows
     from kvtier.codecs.transform.table import write_table
@@ -56,15 +56,9 @@ def calibrate(
     return OK
 
 
-def _check(model: Path, out: Path, device: str) -> None:
+def _check(model: Path, out: Path) -> None:
     """Refuse what would else fail after minutes of work. Raises ConfigError."""
-    import torch
-
     if not (model / "config.json").is_file():
         raise ConfigError("model", str(model), "there is no config.json; name the folder of a Hugging Face model")
     if not os.access(out.parent, os.W_OK | os.X_OK):
         raise ConfigError("--out", str(out), f"{out.parent} is no folder, or not writable; name another")
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError("--device", device, f"torch cannot use it ({error}); cpu works everywhere") from None

@@ -50,7 +50,11 @@ class CalibratedModel:
 
     @classmethod
     def load(cls, folder: Path, device: str) -> CalibratedModel:
-        """Load a checkpoint: in fp32 on the CPU, in its own dtype on a GPU."""
+        """Load a checkpoint: in fp32 on the CPU, in its own dtype on a GPU. Raises ConfigError for another device."""
+        try:
+            torch.empty(1, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise ConfigError("--device", device, f"torch cannot use it ({error}); cpu works everywhere") from None
         from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds
 
         dtype = torch.float32 if device == "cpu" else "auto"
