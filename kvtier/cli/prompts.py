@@ -60,7 +60,8 @@ TokensOption = Annotated[
     typer.Option(
         "--tokens",
         metavar="FILE",
-        help="A prompt by its token ids: a JSON list, or numbers between blanks; - is standard input.",
+        help="A prompt by its token ids: a JSON list, what vLLM's /tokenize answers, or numbers between blanks; - is "
+        "standard input.",
     ),
 ]
 PromptOption = Annotated[
@@ -116,9 +117,14 @@ def _read(name: str) -> str:
 
 def _tokens(text: str, name: str) -> list[int]:
     try:
-        found = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
-    except (ValueError, RecursionError):
+        found = json.loads(text) if text.lstrip()[:1] in ("[", "{") else [int(word) for word in text.split()]
+        found = found["tokens"] if isinstance(found, dict) else found
+    except (ValueError, KeyError, RecursionError):
         found = None
-    if not isinstance(found, list) or not all(type(token) is int and 0 <= token < 1 << 32 for token in found):
-        raise NotDone(f"{name}: no token ids: --tokens takes a JSON list, or numbers between blanks")
+    if (
+        not isinstance(found, list)
+        or not found
+        or not all(type(token) is int and 0 <= token < 1 << 32 for token in found)
+    ):
+        raise NotDone(f"{name}: no token ids: --tokens takes a JSON list, what vLLM's /tokenize answers, or numbers")
     return found

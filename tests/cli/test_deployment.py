@@ -161,16 +161,17 @@ def test_lookup_says_how_much_and_where(config: Path, tokens: str, cli: Cli) -> 
 def test_lookup_of_what_is_not_stored_is_status_1(config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(" ".join(map(str, range(7, 200)))))
     assert "nothing is stored of these 193 tokens" in cli.printed("lookup", str(config), "--tokens", "-", status=1)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(TOKENS)))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"count": len(TOKENS), "tokens": TOKENS})))
     salted = ["lookup", str(config), "--tokens", "-", "--salt", "someone"]
     assert cli.json(*salted, status=1)["hits"][0]["hit_tokens"] == 0
 
 
 def test_lookup_that_cannot_be_done(config: Path, tmp_path: Path, cli: Cli) -> None:
     bad = tmp_path / "bad"
-    bad.write_text('["a"]')
     assert "which prompt?" in cli.refused("lookup", str(config))
-    assert f"{bad}: no token ids" in cli.refused("lookup", str(config), "--tokens", str(bad))
+    for text in ("", "{}", '["a"]'):  # of an empty file it said that nothing is stored
+        bad.write_text(text)
+        assert f"{bad}: no token ids" in cli.refused("lookup", str(config), "--tokens", str(bad))
     assert "no running engine reports a tokenizer: send" in cli.refused("lookup", str(config), "--prompt", "a text")
     for namespace in ("ffff", ""):
         text = cli.refused("lookup", str(config), "--tokens", str(bad), "--namespace", namespace)
