@@ -229,6 +229,9 @@ class Index(Protocol):
     def rebuilt(self, loss: Loss | None) -> None:
         """Record that the index was rebuilt after `loss`. A later loss stays."""
 
+    def doubt(self) -> None:
+        """Note a loss: the index went back to an earlier state. Nothing to do for an index that cannot."""
+
     def clear(self) -> None:
         """Remove every set and record before a rebuild. Leases and notes stay."""
 

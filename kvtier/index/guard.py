@@ -182,6 +182,7 @@ class GuardedIndex:
     entries = _through(Index.entries)
     loss = _through(Index.loss)
     rebuilt = _through(Index.rebuilt)
+    doubt = _through(Index.doubt)
     clear = _through(Index.clear)
 
     def create_set(self, info: SetInfo, records: Sequence[NewRecord] = ()) -> bool:

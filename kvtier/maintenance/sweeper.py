@@ -32,7 +32,7 @@ from kvtier.storage.segments import SUFFIX, NeverBegun, SegmentFiles, segment_na
 
 log = logging.getLogger("kvtier")
 
-SWEPT_NOTE = "swept"
+SWEPT_NOTE, REBUILT_NOTE = "swept", "rebuilt"
 _TIME = struct.Struct("<d")
 MISSING_NOTE = "missing"
 _MISSING_LOOK, _MISSING = struct.Struct("<d"), struct.Struct("<Qd")  # time of the last look; set, missing since
@@ -115,7 +115,7 @@ class Housekeeper:
                 if info.is_open or info.set_id in looked_into or sum(sizes.values()) != info.n_bytes:
                     self._settle(info, sizes)
             remove_leftovers(self._folder, self._disk_s() - ORPHAN_GRACE_S)
-            self._index.put_note(SWEPT_NOTE, _TIME.pack(self._index.shared_s(self.clock())), None)
+            self._note_time(SWEPT_NOTE)
         finally:
             self._lease.release()
 
@@ -131,7 +131,17 @@ class Housekeeper:
 
     def swept_s(self) -> float:
         """Return when the last sweep of any process ended, seconds since the epoch; 0 when none is known."""
-        value = self._index.notes(SWEPT_NOTE, self.clock()).get(SWEPT_NOTE, b"")
+        return self._noted_s(SWEPT_NOTE)
+
+    def rebuilt_s(self) -> float:
+        """Return the same of the last rebuild."""
+        return self._noted_s(REBUILT_NOTE)
+
+    def _note_time(self, name: str) -> None:
+        self._index.put_note(name, _TIME.pack(self._index.shared_s(self.clock())), None)
+
+    def _noted_s(self, name: str) -> float:
+        value = self._index.notes(name, self.clock()).get(name, b"")
         return self._index.local_s(_TIME.unpack(value)[0]) if len(value) == _TIME.size else 0.0
 
     def _next_closed(self, known: dict[int, SetInfo]) -> set[int]:
@@ -217,6 +227,7 @@ class Housekeeper:
         progress(total, total)
         taken_out = self._read_back.taken_out
         removed_sets = self._remove_lost()
+        self._note_time(REBUILT_NOTE)
         return Rebuilt(total, records, tuple(unreadable), removed_sets, taken_out.gone, taken_out.bad, restored)
 
     def _remove_lost(self) -> int:

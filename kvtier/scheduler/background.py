@@ -144,6 +144,7 @@ class Keeper:
         self._ticker: Ticker | None = None
         self._has_ticked = threading.Event()
         self._is_leaving = False
+        self._beaten_s = float("-inf")  # when the index was last told that this engine lives
         self._recent: deque[tuple[float, bytes]] = deque(maxlen=RECENT_ENTRIES_MAX)
         self._done_with = _DoneWith()
         self._due = _Due(SweepTurns(plan.owner), RepeatedLog(housekeeper.clock))
@@ -252,13 +253,30 @@ class Keeper:
     def _beat(self, now: float) -> None:
         if now >= self._due.beat_s:
             plan = self._plan
+            self._check_lease(now)
             self._index.acquire_lease(writer_lease(plan.owner), plan.owner, now, plan.writer_lease_s)
             self._due.beat_s = now + plan.writer_lease_s / 3
             report = self.reporter.report(now, self._epoch[0].id)
             shared = report.model_copy(update={"at_s": self._index.shared_s(now)})
             self._index.put_note(NOTE_PREFIX + plan.owner, shared.note(), now + 2 * plan.writer_lease_s)
             plan.with_beat(now)
+            self._beaten_s = now
             self._leave_lost_sets()
+
+    def _check_lease(self, now: float) -> None:
+        """Have the index rebuilt if it forgot that this engine's lease was renewed, and with it the records since then:
+        a Redis that started from an old snapshot. Close the sets that are open again in it."""
+        plan, beaten_s = self._plan, self._beaten_s
+        if not 0.0 <= now - beaten_s < plan.writer_lease_s / 2:
+            return
+        until_s = beaten_s + plan.writer_lease_s * 2 / 3  # clocks may have been set by the other third
+        if self._index.lease_owner(writer_lease(plan.owner), until_s) == plan.owner:
+            return
+        opened = {info.set_id for info in self._index.sets() if info.is_open and info.owner == plan.owner}
+        self._done_with.to_close += opened - self.supplies.set_ids()
+        if not self._index.was_reset and self._housekeeper.rebuilt_s() < beaten_s:
+            log.warning("the index went back to an earlier state: it is rebuilt from the segments")
+            self._index.doubt()
 
     def _leave_lost_sets(self) -> None:
         """Others take over what a writer has open that gave no sign of life in time; and a lost index knows of no set.

@@ -23,6 +23,7 @@ from kvtier.storage.open_segments import OpenSegment
 from kvtier.storage.segments import SegmentFiles, segment_name
 from kvtier.worker.context import WorkerContext
 
+ACCEPTED_MAX = 64  # sets that are remembered to have visible records
 UNPUBLISHED_MAX = 4096  # records whose saves failed that are remembered until they are erased
 
 
@@ -32,8 +33,8 @@ class OwnSegments:
     Args:
         writes: content of a record of this rank.
 
-    whole: content of the records of all ranks. unpublished: (namespace, set, slot) of records to erase, because their
-    saves failed.
+    whole: content of the records of all ranks. accepted: sets in which the index took records. unpublished:
+    (namespace, set, slot) of records to erase, because their saves failed.
     """
 
     def __init__(self, worker: WorkerContext, writes: Extent) -> None:
@@ -42,6 +43,7 @@ class OwnSegments:
         self.whole = worker.geometry.whole
         self.slab_bytes = slab_bytes(worker.codec, worker.geometry, writes)
         self.record_bytes = record_bytes(writes, self.slab_bytes)
+        self.accepted: deque[int] = deque(maxlen=ACCEPTED_MAX)
         self.unpublished: deque[tuple[bytes, int, int]] = deque(maxlen=UNPUBLISHED_MAX)
         self._log = RepeatedLog(worker.clock)
 
@@ -114,7 +116,9 @@ class OwnSegments:
         ours = {info.set_id for info in known if info.owner != UNOWNED}
         if was_lost or index.was_reset:
             return ours, set()
-        for set_id in sorted(unknown):
+        # Who removes a set that has records unlinks its files. Else the index went back to an earlier state, and its
+        # rebuild reads them.
+        for set_id in sorted(unknown - set(self.accepted)):
             self._unlink(files, set_id)
         return ours, {info.set_id for info in known} - ours
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from kvtier.errors import ConfigError
+from kvtier.index.base import SetInfo
 from kvtier.runtime import metrics as names
+from kvtier.storage.segments import SegmentFiles
 from tests.redis_server import GENEROUS_MS, Server, cluster, cluster_url, free_port, has_redis, standalone
 from tests.support.rig import Engine
 from tests.waiting import wait_until
@@ -17,6 +19,7 @@ from tests.waiting import wait_until
 pytestmark = has_redis
 
 CHUNK, PER = 64, 4
+LEASE_S = 6.0  # of the test that is about it
 BUSY_S = 30.0  # what a busy machine may add
 REPLY_MS, CONNECT_MS = 300.0, 300.0  # of the test that is about them
 
@@ -27,11 +30,11 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-def engine(root: Path, url: str, segment_bytes: int = 4 << 20, **changes: object) -> Engine:
+def engine(root: Path, url: str, segment_bytes: int = 4 << 20, lease_s: float = 30.0, **changes: object) -> Engine:
     breaker = {"failures": 2, "pause_first_ms": 100.0, "pause_max_ms": 400.0}
     index = {"kind": "redis", "url": url, "reply_timeout_ms": GENEROUS_MS, "connect_timeout_ms": GENEROUS_MS}
     index |= {"breaker": breaker, **changes}
-    return Engine(root, changes={"index": index, "writer_lease_s": 30.0, "segment_bytes": segment_bytes})
+    return Engine(root, changes={"index": index, "writer_lease_s": lease_s, "segment_bytes": segment_bytes})
 
 
 def prompt(number: int, chunks: int = 3) -> list[int]:
@@ -196,3 +199,38 @@ def test_lists_that_redis_lost_alone_cost_no_set(server: Server, tmp_path: Path)
     index = other.store._keeper._index
     assert index.without_list([info.set_id for info in index.sets() if not info.is_open]) == set()
     other.close()
+
+
+def test_a_redis_that_starts_from_an_old_snapshot_gets_all_records_again(server: Server, tmp_path: Path) -> None:
+    """It says that it is whole, names sets that were evicted since, and has sets open that were closed."""
+    engines = [engine(tmp_path / "kv", server.url, 1 << 20, LEASE_S) for _ in range(2)]
+    for number in range(8):
+        if number == 4:
+            server.cli("save")
+            time.sleep(LEASE_S / 2)
+        if number == 6:
+            index = engines[0].store._keeper._index
+            gone = next(info for info in index.sets() if index.members(info.set_id))
+            index.remove_set(gone.set_id)
+            SegmentFiles(tmp_path / "kv/v2" / gone.namespace.hex(), direct=False).unlink_set(gone.set_id)
+        engines[number % 2].save(prompt(number), list(range(12)))
+    before = [hits(engines[0], prompt(number)) for number in range(8)]
+    assert 12 < sum(before) < 24
+    for one in engines:
+        one.store._keeper._due.beat_s = 0.0
+    wait_until(lambda: all(one.store._keeper._due.beat_s for one in engines), "signs of life after the snapshot")
+    server.kill()
+    server.start()
+    engines[0].save(prompt(8), list(range(12)))  # refused: its set is not known
+    for one in engines:
+        one.store._keeper._due.beat_s = 0.0
+    keys = [engines[0].keys(prompt(number)) for number in range(8)]
+    wait_until(lambda: [len(index.resolve(of_prompt)) for of_prompt in keys] == before, "all records")
+    assert [hits(engines[1], prompt(number)) for number in range(8)] == before
+
+    def is_held(info: SetInfo) -> bool:
+        return any(info.set_id in one.store._keeper.supplies.set_ids() for one in engines)
+
+    wait_until(lambda: all(is_held(info) for info in index.sets() if info.is_open), "no set stays open for nothing")
+    for one in engines:
+        one.close()

@@ -253,6 +253,9 @@ class RedisIndex(Index):
         marks = zip(self._marks(), loss or (), strict=False)
         self._caller.run([Request(name, MARK_MADE.call([name], [mark, DONE])) for name, mark in marks if mark])
 
+    def doubt(self) -> None:
+        self._caller.one(self._keys.meta, "HDEL", self._keys.meta, MADE)
+
     def _marks(self) -> list[bytes]:
         return [self._keys.meta, *(self._keys.counts(tag) for tag in range(self._keys.tags))]
 
