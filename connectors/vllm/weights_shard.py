@@ -30,7 +30,6 @@ from kvtier.weights.reader import WeightReader
 from kvtier.weights.shards import RankState, ShardFolder, locked_folder
 
 AUTO = "auto"  # dtype of an engine that is given none
-LOGGED = logging.ERROR  # least level of vLLM's own lines here
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +137,13 @@ def _rank_state(rank: int, config: Any, reader: WeightReader) -> RankState:
 def _config(folder: Path, tensor_size: int, dtype: str) -> Any:
     if read_shard_manifest(folder) is not None:
         raise ConfigError("model", str(folder), "these are shards already; name the folder of the checkpoint")
-    log = logging.getLogger("vllm")
-    log.setLevel(LOGGED)
-    with redirect_stdout(sys.stderr):  # vLLM 0.32 configures its log anew here; stdout has the command's answer
-        config = engine_config(str(folder), tensor_size, dtype=dtype)
-    log.setLevel(LOGGED)
+    logging.disable(logging.WARNING)  # a level would not last: vLLM 0.32 configures its log anew here
+    try:
+        with redirect_stdout(sys.stderr):  # stdout has the command's answer
+            config = engine_config(str(folder), tensor_size, dtype=dtype)
+    finally:
+        logging.disable(logging.NOTSET)
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     return config
 
 
