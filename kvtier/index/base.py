@@ -231,6 +231,7 @@ class Index(Protocol):
 
     def doubt(self) -> None:
         """Note a loss: the index went back to an earlier state. Nothing to do for an index that cannot."""
+        return None
 
     def clear(self) -> None:
         """Remove every set and record before a rebuild. Leases and notes stay."""

@@ -84,8 +84,8 @@ class KeeperPlan:
 
 @dataclass(slots=True)
 class _Due:
-    """Time at which each duty is due, seconds since the epoch. looked_s: time of the last tick. log: for duties that
-    were put off."""
+    """Time at which each duty is due, seconds since the epoch. looked_s: time of the last tick. beaten_s: time at
+    which the index was last told that this engine lives. log: for duties that were put off."""
 
     sweep: SweepTurns
     log: RepeatedLog
@@ -93,6 +93,7 @@ class _Due:
     touch_s: float = 0.0
     limits_s: float = 0.0
     looked_s: float = 0.0
+    beaten_s: float = float("-inf")
 
 
 @dataclass(slots=True)
@@ -144,7 +145,6 @@ class Keeper:
         self._ticker: Ticker | None = None
         self._has_ticked = threading.Event()
         self._is_leaving = False
-        self._beaten_s = float("-inf")  # when the index was last told that this engine lives
         self._recent: deque[tuple[float, bytes]] = deque(maxlen=RECENT_ENTRIES_MAX)
         self._done_with = _DoneWith()
         self._due = _Due(SweepTurns(plan.owner), RepeatedLog(housekeeper.clock))
@@ -260,13 +260,13 @@ class Keeper:
             shared = report.model_copy(update={"at_s": self._index.shared_s(now)})
             self._index.put_note(NOTE_PREFIX + plan.owner, shared.note(), now + 2 * plan.writer_lease_s)
             plan.with_beat(now)
-            self._beaten_s = now
+            self._due.beaten_s = now
             self._leave_lost_sets()
 
     def _check_lease(self, now: float) -> None:
         """Have the index rebuilt if it forgot that this engine's lease was renewed, and with it the records since then:
         a Redis that started from an old snapshot. Close the sets that are open again in it."""
-        plan, beaten_s = self._plan, self._beaten_s
+        plan, beaten_s = self._plan, self._due.beaten_s
         if not 0.0 <= now - beaten_s < plan.writer_lease_s / 2:
             return
         until_s = beaten_s + plan.writer_lease_s * 2 / 3  # clocks may have been set by the other third
