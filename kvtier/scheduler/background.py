@@ -6,6 +6,7 @@ does what is due.
 """
 
 import logging
+import math
 import random
 import threading
 from collections import deque
@@ -93,7 +94,7 @@ class _Due:
     touch_s: float = 0.0
     limits_s: float = 0.0
     looked_s: float = 0.0
-    beaten_s: float = float("-inf")
+    beaten_s: float = -math.inf
 
 
 @dataclass(slots=True)
@@ -267,7 +268,7 @@ class Keeper:
         """Have the index rebuilt if it forgot that this engine's lease was renewed, and with it the records since then:
         a Redis that started from an old snapshot. Close the sets that are open again in it."""
         plan, beaten_s = self._plan, self._due.beaten_s
-        if not 0.0 <= now - beaten_s < plan.writer_lease_s / 2:
+        if not 0.0 <= now - beaten_s < math.inf:  # the first one, or the clock was set back
             return
         until_s = beaten_s + plan.writer_lease_s * 2 / 3  # clocks may have been set by the other third
         if self._index.lease_owner(writer_lease(plan.owner), until_s) == plan.owner:
