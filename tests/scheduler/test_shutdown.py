@@ -33,11 +33,11 @@ def test_what_a_hanging_tick_is_at_is_not_done_a_second_time(tmp_path: Path, mon
     ours._due.sweep.due_s = float("inf")
     ours._done_with.to_close += [1, 2]
     ticker.wake()
-    assert hangs.wait(5)
+    assert hangs.wait(20)
     ours._due.sweep.want()
     engine.close()
     goes_on.set()
-    ticker._thread.join(5)
+    ticker._thread.join(20)
     assert not ticker._thread.is_alive()
     assert closed == [1, 2] and raised == []
     assert later == [], "the engine is gone: nothing further is begun"
