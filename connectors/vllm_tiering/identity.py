@@ -32,7 +32,7 @@ from kvtier.connectors.vllm.compatibility import check_sources
 from kvtier.connectors.vllm.namespace import FINGERPRINTS, LENGTH_DEPENDENT_ROPES, LENGTH_TUNED
 from kvtier.errors import ConfigError
 from kvtier.format.namespace import canonical_text
-from kvtier.model.weights_fingerprint import weights_fingerprint
+from kvtier.model.weights_fingerprint import configs_in, weights_fingerprint
 
 FAMILY = "vllm-offloading"
 
@@ -76,8 +76,9 @@ def _weights(name: str) -> str:
     if not os.path.isdir(name):
         fix = f"vLLM passes its tiers a model's name and no revision, and {name!r} is no folder whose weights could be"
         raise ConfigError("model_tag", None, f"{fix} fingerprinted; set it to a name that changes when the weights do")
-    fingerprint = weights_fingerprint(Path(name), FINGERPRINTS)
-    config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
+    folder = Path(name)
+    fingerprint = weights_fingerprint(folder, FINGERPRINTS)
+    config = json.loads((folder / configs_in(folder)[0]).read_text(encoding="utf-8"))
     types = {str(part.get("model_type")) for part in (config, config.get("text_config")) if isinstance(part, dict)}
     for kind in [*LENGTH_DEPENDENT_ROPES.intersection(_ropes(config)), *types & LENGTH_TUNED.keys()]:
         fix = f"positions of this model ({kind}) depend on --max-model-len, which vLLM does not pass to its tiers"

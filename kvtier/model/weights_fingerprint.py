@@ -121,7 +121,7 @@ def shards_fingerprint(folder: Path) -> str:
 
 
 def _folder_fingerprint(model_dir: Path, cache_dir: Path | None) -> str:
-    configs = [name for name in _CONFIGS if (model_dir / name).is_file()]
+    configs = configs_in(model_dir)
     if not configs:
         missing = " and no ".join(_CONFIGS)
         raise ConfigError("model_tag", None, f"{model_dir} has no {missing} to fingerprint; {_SET_MODEL_TAG}")
@@ -145,13 +145,18 @@ def adapter_fingerprint(adapter_dir: Path, cache_dir: Path | None = None) -> str
     return _fingerprint(adapter_dir, ["adapter_config.json"], weights, cache_dir)
 
 
+def configs_in(model_dir: Path) -> list[str]:
+    """Return the names of the model's configuration files; engines read the first one."""
+    return [name for name in _CONFIGS if (model_dir / name).is_file()]
+
+
 def config_fingerprint(model_dir: Path) -> str:
     """Return 64 hex digits for a model's configuration alone, if an engine reads that from another folder than the
     weights.
 
     Raises ConfigError("hf_config_path") if there is none to read.
     """
-    names = [name for name in _CONFIGS if (model_dir / name).is_file()]
+    names = configs_in(model_dir)
     if not names:
         raise ConfigError("hf_config_path", str(model_dir), "the folder has no config.json; name one that has it")
     digest = blake3()

@@ -102,6 +102,13 @@ def test_positions_that_depend_on_the_engines_longest_prompt_need_a_tag(
     assert identity(name=str(tmp_path)), "a tag stands for it"
 
 
+def test_a_folder_may_have_params_json_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity_module, "FINGERPRINTS", tmp_path / "fingerprints")
+    write_model(tmp_path, 1.0)
+    (tmp_path / "config.json").rename(tmp_path / "params.json")
+    assert identity(UNTAGGED, name=str(tmp_path))
+
+
 def test_engines_with_another_dtype_find_nothing_of_each_other(tmp_path: Path) -> None:
     init_none_hash(sha256)
     names = keys(range(3))
