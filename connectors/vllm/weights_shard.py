@@ -126,12 +126,13 @@ def _rank_state(rank: int, config: Any, reader: WeightReader) -> RankState:
         if reason_for_tensors(model, list(everything(model)), config.model_config):
             raise ConfigError("model", config.model_config.model, f"it cannot be sharded: {loader.why}")
         DefaultModelLoader(LoadConfig(use_tqdm_on_load=False)).load_weights(model, config.model_config)
+        state = RankState(rank, state_of(model), WeightPlan.empty(), [], {})
+    else:
+        state = RankState(rank, state_of(model), planned.plan, planned.targets, planned.expected)
     if changed := dict(before.items() ^ notes_in(model).items()):
         fix = f"it cannot be sharded: vLLM's loaders change more of it than bytes ({min(changed)}); start the engine"
         raise ConfigError("model", config.model_config.model, f"{fix} with this folder and --load-format kvtier")
-    if planned is None:
-        return RankState(rank, state_of(model), WeightPlan.empty(), [], {})
-    return RankState(rank, state_of(model), planned.plan, planned.targets, planned.expected)
+    return state
 
 
 def _config(folder: Path, tensor_size: int, dtype: str) -> Any:
