@@ -7,6 +7,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from kvtier.cli.app import NotDone, app
+from kvtier.cli.place import refuse_missing_model
 from kvtier.cli.progress import progress
 from kvtier.errors import ConfigError
 from kvtier.runtime.exit_status import MEANINGS, OK
@@ -58,7 +59,6 @@ def calibrate(
 
 def _check(model: Path, out: Path) -> None:
     """Refuse what would else fail after minutes of work. Raises ConfigError."""
-    if not (model / "config.json").is_file():
-        raise ConfigError("model", str(model), "there is no config.json; name the folder of a Hugging Face model")
+    refuse_missing_model(model)
     if not os.access(out.parent, os.W_OK | os.X_OK):
         raise ConfigError("--out", str(out), f"{out.parent} is no folder, or not writable; name another")

@@ -67,6 +67,12 @@ def refuse_missing_file(path: Path | None) -> None:
         raise ConfigError("config", str(path), fix)
 
 
+def refuse_missing_model(folder: Path) -> None:
+    """Raises ConfigError unless the folder has a config.json."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError("model", str(folder), "there is no config.json; name the folder of a Hugging Face model")
+
+
 def find_place(path: Path | None, config: Path | None) -> CommandTarget:
     """Find the target of a command. Writes nothing. Raises ConfigError."""
     if path is not None and path.is_file():

@@ -12,11 +12,10 @@ from typing import Annotated, Literal
 import typer
 
 from kvtier.cli.app import NotDone, weights
-from kvtier.cli.place import JsonOption
+from kvtier.cli.place import JsonOption, refuse_missing_model
 from kvtier.cli.progress import progress
 from kvtier.cli.tables import counted, percent, print_table
 from kvtier.cli.tables import seconds as duration
-from kvtier.errors import ConfigError
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 from kvtier.runtime.units import rate, size
 
@@ -135,8 +134,7 @@ def shard(
 
 def _engine(folder: Path) -> ModuleType:
     """Return the module that plans with vLLM. Raises ConfigError without config.json, NotDone without vLLM."""
-    if not (folder / "config.json").is_file():
-        raise ConfigError("model", str(folder), "there is no config.json; name the folder of a Hugging Face model")
+    refuse_missing_model(folder)
     try:
         from kvtier.connectors.vllm import weights_shard
     except ImportError as error:
