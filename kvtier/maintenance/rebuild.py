@@ -217,11 +217,13 @@ class ReadBack:
         lapses: int,
         returned: Collection[int],
     ) -> int:
-        """Add records to a set that the index knows with the records `known`; return how many were added. To a set that
-        was taken over, none behind the known ones are added, except in files of `returned`, and those that the index
-        had accepted before it lost their entries: it refused the others to
-        the writer, which cuts them off without the lease (own_segments). Where the set has a writer, the index is to
-        refuse them if it was taken over in between: then its files were cut behind the known ones."""
+        """Add records to a set that the index knows with the records `known`; return how many were added.
+
+        To a set that was taken over, records behind the known ones are added only if they are in files of `returned`,
+        or if the index had accepted them before it lost their entries. It refused the others to the writer, which cuts
+        them off without the lease (own_segments). If the set has a writer, the index refuses the records in case the
+        set was taken over in between: then its files were cut behind the known ones.
+        """
         is_unowned = bool(missing) and any(info.owner == UNOWNED for info in self._index.some_sets([set_id]))
         if is_unowned:
             listed = self._index.listed(set_id)

@@ -1,4 +1,4 @@
-"""Exponential backoff after refusals. The clock is passed in; setting it back far ends a pause."""
+"""Exponential backoff after refusals. The clock is passed in. A clock that is set back far ends a pause."""
 
 PAUSE_FIRST_S, PAUSE_MAX_S = 1.0, 60.0  # seconds; each refusal doubles the pause
 
@@ -11,7 +11,7 @@ class Backoff:
         self._paused_s = self._resume_at_s = 0.0
 
     def is_resting(self, now_s: float) -> bool:
-        # Of two readings of a clock, the later may come here first: only what is far back was set by hand.
+        # Threads may pass their readings out of order: only a reading far before the pause shows a clock set back.
         return self._paused_s - PAUSE_MAX_S <= now_s < self._resume_at_s
 
     def refused(self, now_s: float) -> float:

@@ -116,8 +116,8 @@ class OwnSegments:
         ours = {info.set_id for info in known if info.owner != UNOWNED}
         if was_lost or index.was_reset:
             return ours, set()
-        # Who removes a set that has records unlinks its files. Else the index went back to an earlier state, and its
-        # rebuild reads them.
+        # The index had accepted records of the others. Such a set was removed, and its remover unlinks the files,
+        # or the index went back to an earlier state, and its rebuild reads the files.
         for set_id in sorted(unknown - set(self.accepted)):
             self._unlink(files, set_id)
         return ours, {info.set_id for info in known} - ours

@@ -124,8 +124,8 @@ def test_a_missing_or_garbled_stamp_is_another_boot(folder: Path) -> None:
 
 @pytest.mark.parametrize("option", ["-a", "-al"])
 def test_a_copy_is_thrown_away(folder: Path, option: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Of a root in use: LMDB ended the process that opened one of 60 such copies, and one more was inconsistent. Hard
-    links would have two roots write to one index."""
+    """A copy of a root in use is torn: of 60 such copies, LMDB ended the process that opened one, and another was
+    inconsistent. With hard links, two roots would write to one index."""
     index = open_filled(folder)
     copy = folder.with_name("copy")
     subprocess.run(["cp", option, folder, copy], check=True)

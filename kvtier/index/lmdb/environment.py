@@ -7,11 +7,11 @@ It adds to LMDB:
 - A writer lock (a POSIX record lock on `lock`) with a deadline: LMDB's own blocks without limit, for example behind a
   stopped process (I10). The kernel releases both when their owner is killed.
 - Fork safety: `os.register_at_fork` waits for running transactions, and the child closes the inherited environment.
-- Replacement of the files: they are written without fsync, so files of another boot are discarded, as are those that
-  LMDB reports as corrupt, copies (of a root in use, they are torn, and LMDB would end the process), and data and lock
-  file where one of them is gone: another process may still have both open, and LMDB keeps the number of the last
-  transaction in the lock file. A process discards files by unlinking them under
-  the writer lock; the others notice that the path has other files than their open ones, and open the new ones.
+- Replacement of the files. Discarded are: files of another boot, because they are written without fsync; files that
+  LMDB reports as corrupt; copies, because a copy of an index in use is torn, and LMDB may end the process that opens
+  it; and data and lock file where one of them is gone, because another process may still have both open, and LMDB keeps
+  the number of the last transaction in the lock file. A process discards files by unlinking them under the writer lock;
+  the others notice that the path has other files than their open ones, and open the new ones.
 - A reserve: LMDB writes new pages even for removals, so on a full disk eviction would fail. Transactions that add keep
   some bytes allocated behind the used pages for those that do not.
 - Preallocation of LMDB's reader table, which is mapped: on a full disk the first write into a hole is a SIGBUS.
