@@ -183,11 +183,11 @@ def open_store(
     in_time(root.path, "asking for its free space", partial(check_space, root.path, shape.set_bytes))
     reserve = partial(check_reserve, root.path, settings.capacity.reserve_bytes, shape.set_bytes)
     in_time(root.path, "asking for its free space", reserve)
-    in_time(root.path, "opening this model's folder", partial(open_namespace, root, namespace))
+    about = replace(about or About(len(shares)), capacity_bytes=min(settings.capacity_bytes, COUNT_MAX))
+    in_time(root.path, "opening this model's folder", partial(open_namespace, root, namespace, model=about.model))
     index = open_index(settings, root, is_engines=True)
     owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     writers = sum(share.writes is not None for share in shares)
-    about = replace(about or About(len(shares)), capacity_bytes=min(settings.capacity_bytes, COUNT_MAX))
     costs = KeptCosts(index, note_name(namespace.id, about)) if about.device else None
     evictor = Evictor(index, root.folder, owner, Rules.of(settings.capacity))
     housekeeper = Housekeeper(index, root.folder, owner)
@@ -201,7 +201,7 @@ def open_store(
         settings.capacity_bytes,
         settings.writer_lease_s,
         settings.touch_interval_s,
-        partial(_make_namespace_folder, settings, root, {namespace.id}),
+        partial(_make_namespace_folder, settings, root, {namespace.id}, about.model),
         about,
         spares_max,
         partial(_with_beat, watch, costs),
@@ -233,10 +233,12 @@ def _with_beat(watch: CapacityWatch, costs: KeptCosts | None, now_s: float) -> N
         costs.refresh(now_s)
 
 
-def _make_namespace_folder(settings: Settings, root: Root, opened: set[bytes], namespace: Namespace) -> None:
+def _make_namespace_folder(
+    settings: Settings, root: Root, opened: set[bytes], model: str, namespace: Namespace
+) -> None:
     """Look at the root, and make a namespace's folder if it is missing. Raises ConfigError, TierUnavailable."""
     open_again(settings, root)
-    open_namespace(root, namespace, again=namespace.id in opened)
+    open_namespace(root, namespace, namespace.id in opened, model)
     opened.add(namespace.id)
 
 

@@ -110,7 +110,8 @@ class Latencies(Answer):
 
 
 class NamespaceRow(Answer):
-    """model: as an engine that uses it reports it. hits: uses of its sets, as far as the engines have booked them."""
+    """model: the name under which an engine serves it, or first did; "": not known. hits: uses of its sets, as far as
+    the engines have booked them."""
 
     id: str
     engine: str

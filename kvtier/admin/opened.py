@@ -14,7 +14,7 @@ from kvtier.eviction.limits import Rules
 from kvtier.format.namespace import Namespace
 from kvtier.index.base import Index, SetInfo
 from kvtier.index.open import open_index
-from kvtier.storage.root import Root, namespace_folders, open_root, read_namespace
+from kvtier.storage.root import Root, model_name, namespace_folders, open_root, read_namespace
 
 
 class AdminRefusal(KVTierError):
@@ -35,6 +35,7 @@ class NamespaceBook:
     def __init__(self, root: Root) -> None:
         self._root = root
         self._known: dict[bytes, Namespace] = {}
+        self._models: dict[bytes, str] = {}
 
     def ids(self) -> list[bytes]:
         """Return the ids of all namespaces that have a folder."""
@@ -48,6 +49,12 @@ class NamespaceBook:
             except ConfigError:
                 return None
         return self._known[namespace]
+
+    def model(self, namespace: bytes) -> str:
+        """Return the name under which an engine first served the namespace's model; "" when it is not known."""
+        if not self._models.get(namespace):
+            self._models[namespace] = model_name(self._root.folder / namespace.hex())
+        return self._models[namespace]
 
     def get(self, namespace: bytes) -> Namespace:
         """Return a namespace. Raises NotThere."""

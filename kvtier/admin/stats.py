@@ -95,7 +95,7 @@ def _namespaces(
             NamespaceRow(
                 id=id_.hex(),
                 engine=found.engine if found else "",
-                model=models.get(id_.hex(), ""),
+                model=models.get(id_.hex()) or opened.book.model(id_),
                 kv=f"{shape.layers}x{shape.kv_heads} {shape.dtype}" if shape else "",
                 codec=found.codec.name if found else "",
                 chunk_tokens=shape.chunk_tokens if shape else 0,

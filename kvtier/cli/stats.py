@@ -49,7 +49,7 @@ def _stats_of_root(root: Root, as_json: bool) -> int:
 def _print_root(root: Root, found: RootStats) -> None:
     rows = [_root_row(entry) for entry in found.namespaces]
     if rows:
-        titles = ("namespace", "engine", "KV", "codec", "chunks", "tokens", "sets", "segments", "on disk", "last used")
+        titles = ("namespace", "model", "KV", "codec", "chunks", "tokens", "sets", "segments", "on disk", "last used")
         print_table([titles, *rows], right=(4, 5, 6, 7, 8))
     print(f"{root.path}: {size(found.n_bytes)} in {counted(len(rows), 'namespace')}")
     for fault in found.unreadable:
@@ -61,7 +61,7 @@ def _root_row(entry: NamespaceStats) -> tuple[str, ...]:
     sets = f"{entry.sets}" + (f" ({entry.open_sets} open)" if entry.open_sets else "")
     return (
         namespace.id.hex()[:12],
-        namespace.engine,
+        entry.model or namespace.engine,
         f"{shape.layers}x{shape.kv_heads} {shape.dtype}",
         namespace.codec.name,
         f"{entry.chunks:,}",
@@ -124,10 +124,11 @@ def _tiers(seen: Snapshot) -> list[tuple[str, ...]]:
 
 
 def _namespaces(seen: Snapshot) -> list[tuple[str, ...]]:
+    served = {worker.report.namespace for worker in seen.workers}
     rows = [
         (
             row.id[:12],
-            row.model or f"no engine now ({row.engine or UNKNOWN})",
+            (row.model or row.engine or UNKNOWN) + ("" if row.id in served else " (no engine now)"),
             f"{row.kv} {row.codec}, chunks of {row.chunk_tokens}" if row.is_readable else "BAD: unreadable",
             f"{row.sets:,}",
             share(row.n_bytes, row.quota_bytes),

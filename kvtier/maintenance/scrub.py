@@ -17,7 +17,7 @@ from kvtier.index.base import Index, Location
 from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring
 from kvtier.maintenance.record_check import RECORD_BYTES_MAX
 from kvtier.storage.open_segments import OpenSegment
-from kvtier.storage.root import NAMESPACE_FILE, Root, namespace_folders, read_namespace
+from kvtier.storage.root import NAMESPACE_FILE, Root, model_name, namespace_folders, read_namespace
 from kvtier.storage.segments import NeverBegun, SegmentFiles, segment_name
 
 IO_THREADS = 8  # threads of the ring that reads
@@ -30,9 +30,10 @@ Place = tuple[str, str]  # folder of a namespace, and name of a file in it
 
 @dataclass(frozen=True, slots=True)
 class NamespaceStats:
-    """One namespace of a root. `n_bytes`: what its segments take on disk."""
+    """One namespace of a root. `model`: "" where its name is not known. `n_bytes`: what its segments take on disk."""
 
     namespace: Namespace
+    model: str
     sets: int
     open_sets: int
     segments: int
@@ -106,6 +107,7 @@ def stats(root: Root, index: Index) -> RootStats:
         found.append(
             NamespaceStats(
                 namespace,
+                model_name(folder),
                 len(mine),
                 sum(info.is_open for info in mine),
                 len(files.ids()),

@@ -27,7 +27,7 @@ from kvtier.index.base import Index, Location, SetInfo, slots_used, writer_lease
 from kvtier.maintenance.rebuild import HeldUp, ReadBack
 from kvtier.maintenance.sweep_lease import Clock, SweepLease
 from kvtier.storage.filesystem import FreeSpace, Visibility, file_system_of
-from kvtier.storage.root import NAMESPACE_FILE, namespace_folders, remove_leftovers
+from kvtier.storage.root import MODEL_FILE, NAMESPACE_FILE, namespace_folders, remove_leftovers
 from kvtier.storage.segments import SUFFIX, NeverBegun, SegmentFiles, segment_name
 
 log = logging.getLogger("kvtier")
@@ -177,7 +177,8 @@ class Housekeeper:
         folder = self._folder / namespace.hex()
         if folder not in namespace_folders(self._folder):  # gone, or a link to a folder of others
             return
-        (folder / NAMESPACE_FILE).unlink(missing_ok=True)
+        for name in (NAMESPACE_FILE, MODEL_FILE):
+            (folder / name).unlink(missing_ok=True)
         files = SegmentFiles(folder, direct=False)
         for set_id, part in files.ids():
             files.unlink(set_id, part)

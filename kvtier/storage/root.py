@@ -4,6 +4,7 @@
     <root>/v2/notes/                            kvtier.eviction.pins_backup
     <root>/v2/index/                            the embedded index, where the root's file system is local
     <root>/v2/<namespace id>/namespace.json     the canonical JSON that the id is the hash of
+    <root>/v2/<namespace id>/model.json         the name of the model, for `kvtier stats` alone
     <root>/v2/<namespace id>/*.kvseg            kvtier.format.record
 
 Folders are 0700 and files 0600: KV tells what was said. The root's path may go through links; within it none is
@@ -11,6 +12,7 @@ followed.
 """
 
 import errno
+import json
 import logging
 import os
 import re
@@ -37,6 +39,8 @@ from kvtier.storage.segments import KEPT_OPEN, SUFFIX
 log = logging.getLogger("kvtier")
 
 NAMESPACE_FILE = "namespace.json"
+MODEL_FILE = "model.json"
+MODEL_CHARS_MAX = 200
 NOTES_FOLDER = "notes"
 
 MACHINE_ROOT = Path("/")
@@ -216,10 +220,11 @@ def check_mount(settings: Settings) -> None:
         raise ConfigError("root", str(settings.root), fix)
 
 
-def open_namespace(root: Root, namespace: Namespace, again: bool = False) -> Path:
+def open_namespace(root: Root, namespace: Namespace, again: bool = False, model: str = "") -> Path:
     """Create or verify the folder of `namespace`, and return it. Raises ConfigError.
 
-    again: this process did so before; a storage that does not answer now is no reason to refuse it.
+    again: this process did so before; a storage that does not answer now is no reason to refuse it. model: the name
+    under which this engine serves the model; the folder keeps that of the first engine.
     """
     folder = root.folder / namespace.id.hex()
     try:
@@ -230,7 +235,21 @@ def open_namespace(root: Root, namespace: Namespace, again: bool = False) -> Pat
             return folder
         raise _config_error(folder, error, PAGE_BYTES) from None
     read_namespace(folder)
+    if model:
+        with suppress(OSError):  # it is only shown
+            create_once(folder / MODEL_FILE, json.dumps(model[:MODEL_CHARS_MAX]).encode())
     return folder
+
+
+def model_name(folder: Path) -> str:
+    """Return the name of the model whose KV a namespace's folder holds; "" where none can be read."""
+    try:
+        with folder_within(folder) as opened:
+            name = json.loads(read_small(Path(MODEL_FILE), opened))
+    except (OSError, Corrupt, ValueError, RecursionError):
+        return ""
+    is_name = isinstance(name, str) and len(name) <= MODEL_CHARS_MAX and name.isprintable()
+    return name if is_name else ""
 
 
 def namespace_folders(folder: Path) -> list[Path]:

@@ -37,7 +37,7 @@ def segment_of(root: Path) -> Path:
 
 def test_stats_of_what_an_engine_left(made: Path, cli: Cli) -> None:
     titles, row, summary = cli.printed("stats", str(made)).splitlines()
-    assert titles.split()[:3] == ["namespace", "engine", "KV"]
+    assert titles.split()[:3] == ["namespace", "model", "KV"]
     assert f" {CHUNKS} " in row and f" {64 * CHUNKS} " in row and "4x4 float32" in row and "raw" in row
     assert summary.startswith(f"{made}: ") and summary.endswith(" in 1 namespace")
 

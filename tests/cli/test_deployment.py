@@ -95,7 +95,7 @@ def test_looking_makes_no_root(tmp_path: Path, cli: Cli) -> None:
 
 
 def test_stats_of_a_deployment(config: Path, cli: Cli) -> None:
-    assert "no engine now (" in cli.printed("stats", str(config)), "the engine's kind stood there as the model"
+    assert "(no engine now)" in cli.printed("stats", str(config)), "the engine's kind stood there as the model"
     report(config)
     out = cli.printed("stats", str(config))
     assert f"{root_of(config)}: " in out and "of 64.0 MiB" in out

@@ -9,7 +9,17 @@ import pytest
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.format.geometry import Geometry
 from kvtier.format.namespace import CodecId, Namespace
-from kvtier.storage.root import NAMESPACE_FILE, Root, check_namespace, open_namespace, read_namespace
+from kvtier.index.memory import MemoryIndex
+from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.storage.root import (
+    MODEL_FILE,
+    NAMESPACE_FILE,
+    Root,
+    check_namespace,
+    model_name,
+    open_namespace,
+    read_namespace,
+)
 
 NAMESPACE = Namespace(
     engine="vllm",
@@ -40,6 +50,28 @@ def test_is_named_by_the_id_and_holds_the_json(root: Root) -> None:
     assert [path.name for path in folder.iterdir()] == [NAMESPACE_FILE]
     assert open_namespace(root, NAMESPACE) == folder
     assert read_namespace(folder) == NAMESPACE
+
+
+def test_keeps_the_name_of_the_model(root: Root) -> None:
+    folder = open_namespace(root, NAMESPACE)
+    assert model_name(folder) == ""
+    for served in ("Qwen/Qwen3 \u00e9", "another name of it"):
+        open_namespace(root, NAMESPACE, model=served)
+        assert model_name(folder) == "Qwen/Qwen3 \u00e9"
+    Housekeeper(MemoryIndex(), root.folder, "me").erase_namespace(NAMESPACE.id)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("content", ["", "{}", "no json", '"a\\u001b[31mb"', f'"{"m" * 201}"', "[" * 200_000, "\udcff"])
+def test_shows_no_name_that_could_not_be_a_model_s(root: Root, content: str) -> None:
+    folder = open_namespace(root, NAMESPACE)
+    (folder / MODEL_FILE).write_bytes(content.encode(errors="surrogateescape"))
+    assert model_name(folder) == ""
+
+
+def test_is_made_where_the_name_of_the_model_cannot_be_kept(root: Root) -> None:
+    (open_namespace(root, NAMESPACE) / MODEL_FILE).mkdir()
+    assert model_name(open_namespace(root, NAMESPACE, model="m" * 300)) == ""
 
 
 @pytest.mark.parametrize(
