@@ -215,6 +215,11 @@ class Index(Protocol):
 
     def counts(self) -> IndexCounts: ...
 
+    def mend_sum(self) -> int:
+        """Make `counts().n_bytes` the sum of the sets again, where the index lost one without the other. Return by how
+        much it grew, bytes. The caller holds the lease of the sweep. Nothing to do for an index that keeps no sum."""
+        return 0
+
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield (key, entry) of every chunk, in no order; some may come twice. For checks: reads the whole index."""
 

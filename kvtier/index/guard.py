@@ -179,6 +179,7 @@ class GuardedIndex:
     notes = _through(Index.notes)
     drop_note = _through(Index.drop_note)
     counts = _through(Index.counts)
+    mend_sum = _through(Index.mend_sum)
     entries = _through(Index.entries)
     loss = _through(Index.loss)
     rebuilt = _through(Index.rebuilt)

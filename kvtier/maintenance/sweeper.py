@@ -99,6 +99,7 @@ class Housekeeper:
             return
         self._read_back.begin()
         try:
+            self._mend_sum()
             self._remover.finish(self.clock())
             known = {info.set_id: info for info in self._index.sets()}
             on_disk: dict[int, dict[int, int]] = {}
@@ -118,6 +119,12 @@ class Housekeeper:
             self._note_time(SWEPT_NOTE)
         finally:
             self._lease.release()
+
+    def _mend_sum(self) -> None:
+        lacking = self._index.mend_sum()
+        if lacking:
+            text = "the index had lost the sizes of some segment sets, or their sum: %+d bytes are counted again"
+            log.warning(text, lacking)
 
     def _disk_s(self) -> float:
         """Return the present time by the clock that the root's files are dated with. On a network file system that is
@@ -206,6 +213,7 @@ class Housekeeper:
             self._lease.release()
 
     def _rebuild(self, progress: Callable[[int, int], None]) -> Rebuilt | None:
+        self._mend_sum()
         # Before there are sets that another process could evict.
         restored = pins_backup.restore(self._index, self._folder, self.clock())
         # The newest come first: of a chunk that was found bad and saved again, the newer record mostly is the good one,

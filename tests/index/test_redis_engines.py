@@ -202,6 +202,23 @@ def test_lists_that_redis_lost_alone_cost_no_set(server: Server, tmp_path: Path)
     other.close()
 
 
+@pytest.mark.parametrize("key", ["sets", "bytes"])
+def test_saving_goes_on_where_redis_lost_the_table_of_sets_or_their_sum(
+    server: Server, tmp_path: Path, key: str
+) -> None:
+    """The sum counted sets that are in no table, and nothing could be evicted for it: no set was made any more."""
+    one = engine(tmp_path / "kv", server.url, 1 << 20)
+    one.save(prompt(0), list(range(12)))
+    index, keeper = one.store._keeper._index, one.store._keeper
+    server.cli("incrby", "kvtier:{kvtier}:bytes", str(one.settings.capacity_bytes))
+    server.cli("del", "kvtier:{kvtier}:" + key)
+    keeper._due.beat_s = 0.0
+    keeper._due.sweep.want()
+    wait_until(lambda: saves_all(one, 1) and hits(one, prompt(1)) == 3, "a save in a new set")
+    wait_until(lambda: index.counts().n_bytes == sum(info.n_bytes for info in index.sets()), "the sum")
+    one.close()
+
+
 def test_a_redis_that_starts_from_an_old_snapshot_gets_all_records_again(server: Server, tmp_path: Path) -> None:
     """It says that it is whole, names sets that were evicted since, and has sets open that were closed."""
     engines = [engine(tmp_path / "kv", server.url, 1 << 20, LEASE_S) for _ in range(2)]

@@ -232,6 +232,9 @@ class RedisIndex(Index):
         chunks, records = self._entries.counts()
         return IndexCounts(chunks, records, *self._sets.counts())
 
+    def mend_sum(self) -> int:
+        return self._sets.mend_sum()
+
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
         return self._entries.all()
 

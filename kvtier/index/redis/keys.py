@@ -120,6 +120,12 @@ if redis.call('HGET', KEYS[1], 'made') == ARGV[1] then redis.call('HSET', KEYS[1
 return 0
 """)
 
+# KEYS: the sets, the sum of their bytes. Returns the sum, and the values of all sets.
+SUM_AND_SETS = Script.of("return {redis.call('GET', KEYS[2]), redis.call('HVALS', KEYS[1])}")
+
+# KEYS: the sum of bytes. ARGV: bytes added.
+ADD_TO_SUM = Script.when_full("return redis.call('INCRBY', KEYS[1], ARGV[1])")
+
 # KEYS: the notes. ARGV: name, note.
 PUT_NOTE = Script.when_full("return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])")
 
@@ -147,8 +153,9 @@ return answer
 # when it was changed, or its value.
 ADD_TO_TABLE, CHANGE_TABLE = Script.of(_CHANGE_TABLE), Script.when_full(_CHANGE_TABLE)
 
-_ALL = (ADD_ENTRIES, REMOVE_ENTRIES, ADD_MEMBERS, MARK_LIST, MARK_MADE, PUT_NOTE, ADD_TO_TABLE, CHANGE_TABLE)
-SCRIPTS = {script.sha: script.text for script in _ALL}
+_OF_ENTRIES = (ADD_ENTRIES, REMOVE_ENTRIES, ADD_MEMBERS, MARK_LIST)
+_OF_TABLES = (MARK_MADE, SUM_AND_SETS, ADD_TO_SUM, PUT_NOTE, ADD_TO_TABLE, CHANGE_TABLE)
+SCRIPTS = {script.sha: script.text for script in _OF_ENTRIES + _OF_TABLES}
 
 
 class Keys:

@@ -8,7 +8,18 @@ from kvtier.errors import Corrupt, IndexUnavailable, StaleLease
 from kvtier.index import values
 from kvtier.index.base import EVICT_LEASE, SetInfo, Use
 from kvtier.index.redis.entries import Caller, Swaps, compare_and_swap
-from kvtier.index.redis.keys import ADD_TO_TABLE, CHANGE_TABLE, REGISTERED, REMOVING, SET_ID, TOKEN, Keys, Script
+from kvtier.index.redis.keys import (
+    ADD_TO_SUM,
+    ADD_TO_TABLE,
+    CHANGE_TABLE,
+    REGISTERED,
+    REMOVING,
+    SET_ID,
+    SUM_AND_SETS,
+    TOKEN,
+    Keys,
+    Script,
+)
 from kvtier.index.redis.wire import Request
 
 
@@ -84,10 +95,22 @@ class SetTable:
         """Return (sets, sum of their n_bytes)."""
         name = self._table.name
         n_sets, n_bytes = self._caller.run([Request(name, ("HLEN", name)), Request(name, ("GET", self._keys.bytes))])
+        return int(n_sets), self._sum(n_bytes)
+
+    def _sum(self, n_bytes: bytes | None) -> int:
         try:
-            return int(n_sets), int(n_bytes or 0)
+            return int(n_bytes or 0)
         except ValueError:
             raise IndexUnavailable(f"Redis: {self._keys.bytes!r} is no number; remove it and rebuild") from None
+
+    def mend_sum(self) -> int:
+        """See Index.mend_sum. All changes of the sum are increments, so one in between is not lost."""
+        name = self._table.name
+        n_bytes, packed = self._caller.one(name, *SUM_AND_SETS.call([name, self._keys.bytes], []))
+        lacking = sum(map(_n_bytes, packed)) - self._sum(n_bytes)
+        if lacking:
+            self._caller.one(name, *ADD_TO_SUM.call([self._keys.bytes], [b"%d" % lacking]))
+        return lacking
 
     def add(self, info: SetInfo) -> bytes:
         """Register a set, unless its id is taken. Return the value before (b"": none)."""
