@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from kvtier.errors import Corrupt
+from kvtier.errors import Corrupt, WeightsUnreadable
 from kvtier.io.ranges import BLOCK_BYTES
 from kvtier.storage.atomic_files import replace_small
 from kvtier.weights.reader import Sums, WeightReader, n_blocks
@@ -18,7 +19,10 @@ MANIFEST_BYTES_MAX = 1 << 30  # of a file that is read
 
 
 def write(folder: Path, files: Sequence[Path], reader: WeightReader) -> dict[Path, Sums]:
-    """Read the files whole and replace the folder's manifest by their checksums, after all were read."""
+    """Read the files whole and replace the folder's manifest by their checksums, after all were read.
+
+    Who may read the first of the files may read the manifest.
+    """
     sums = reader.sums(files)
     table = {
         path.name: {"bytes": path.stat().st_size, "sums": found.astype("<u8").tobytes().hex()}
@@ -26,13 +30,14 @@ def write(folder: Path, files: Sequence[Path], reader: WeightReader) -> dict[Pat
     }
     content = {"version": VERSION, "block_bytes": BLOCK_BYTES, "files": table, "digest": _digest(table)}
     replace_small(folder / MANIFEST, json.dumps(content, indent=1).encode() + b"\n")
+    shutil.copymode(files[0], folder / MANIFEST)  # engines of other users load the files too
     return sums
 
 
 def read(folder: Path) -> dict[Path, Sums] | None:
     """Return the checksums of each file of a folder, or None without a manifest.
 
-    Raises Corrupt for a manifest that is damaged or of another version, and OSError.
+    Raises Corrupt for a manifest that is damaged or of another version, WeightsUnreadable.
     """
     path = folder / MANIFEST
     try:
@@ -40,6 +45,8 @@ def read(folder: Path) -> dict[Path, Sums] | None:
             text = file.read(MANIFEST_BYTES_MAX)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise WeightsUnreadable(path, None, f"it cannot be opened: {error.strerror}") from error
     try:
         content = json.loads(text)
         if (content["version"], content["block_bytes"]) != (VERSION, BLOCK_BYTES):

@@ -175,7 +175,6 @@ class ShardFolder:
             _untie(self._folder / "config.json")
         files = [self._folder / name for name in self._files]
         checksums.write(self._folder, files, reader)
-        shutil.copymode(files[0], self._folder / checksums.MANIFEST)  # readers of the shards need it
         own = shards_fingerprint(self._folder)
         done = self._manifest.model_copy(update={"files": self._files, "shards_fingerprint": own})
         _write(self._folder / NAME, [manifest_text(done)])

@@ -51,6 +51,21 @@ def test_a_flipped_byte_is_named(file: Path, offset: int, block: int, tensors: s
     assert set(caught.value.tensors) == tensors
 
 
+def test_who_may_read_the_files_may_read_the_manifest(file: Path) -> None:
+    """An engine may run as another user than the one who made it."""
+    file.chmod(0o644)
+    with WeightReader() as reader:
+        manifest.write(file.parent, [file], reader)
+    assert (file.parent / MANIFEST).stat().st_mode & 0o777 == 0o644
+
+
+def test_a_manifest_that_cannot_be_read_is_named(file: Path) -> None:
+    (file.parent / MANIFEST).unlink()
+    (file.parent / MANIFEST).mkdir()
+    with pytest.raises(WeightsUnreadable, match=f"{MANIFEST}: it cannot be opened: Is a directory"):
+        manifest.of_files([file])
+
+
 def test_a_flipped_byte_of_the_header_is_noticed(file: Path) -> None:
     flip(file, 20)
     with pytest.raises(WeightsDamaged):
