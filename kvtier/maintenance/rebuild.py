@@ -76,7 +76,7 @@ class ReadBack:
         parts: Sequence[int],
         faults: dict[int, KVTierError],
         progress: Progress = lambda n_read: None,
-        returned: Collection[int] = (),
+        settled: Collection[int] = (),
     ) -> int:
         """Publish the records in the header pages of a set's segments; return how many of them the index did not know.
 
@@ -85,10 +85,11 @@ class ReadBack:
 
         faults: filled with the reason why a segment could not be read, by part. progress: called with the number of
             segments read, repeatedly while it takes long.
-        returned: parts whose file was away when the index was rebuilt, and that no writer cuts any more.
+        settled: parts whose file was last written so long ago that no writer cuts it any more. Of a set that was taken
+            over, all their records are added, also those that the index refused to the writer.
         """
         try:
-            return self._read_set(files, set_id, parts, faults, progress, returned)
+            return self._read_set(files, set_id, parts, faults, progress, settled)
         except HeldUp as fault:
             faults.update({part: fault for part in parts if part not in faults})
             return 0
@@ -102,7 +103,7 @@ class ReadBack:
         parts: Sequence[int],
         faults: dict[int, KVTierError],
         progress: Progress,
-        returned: Collection[int],
+        settled: Collection[int],
     ) -> int:
         lapses = self._lease.lapses
         # Asked before the pages are read: a living writer may publish records that were not on the pages read.
@@ -133,7 +134,7 @@ class ReadBack:
         taken = self._take_in(self._set_info(files, header), list(records.values())) if is_whole else None
         was_known = taken is None
         if taken is None:
-            taken = self._add_missing(set_id, missing, known, lapses, returned if has_list else parts)
+            taken = self._add_missing(set_id, missing, known, lapses, settled if has_list else parts)
         is_missing = not all(files.exists(set_id, part) for part in found)
         if is_missing and not (self._may_be_away and was_known):  # a set that the index kept may only be away
             self._look_at_root()
@@ -215,11 +216,11 @@ class ReadBack:
         missing: list[NewRecord],
         known: Collection[tuple[bytes, Location]],
         lapses: int,
-        returned: Collection[int],
+        settled: Collection[int],
     ) -> int:
         """Add records to a set that the index knows with the records `known`; return how many were added.
 
-        To a set that was taken over, records behind the known ones are added only if they are in files of `returned`,
+        To a set that was taken over, records behind the known ones are added only if they are in files of `settled`,
         or if the index had accepted them before it lost their entries. It refused the others to the writer, which cuts
         them off without the lease (own_segments). If the set has a writer, the index refuses the records in case the
         set was taken over in between: then its files were cut behind the known ones.
@@ -231,7 +232,7 @@ class ReadBack:
             missing = [
                 record
                 for record in missing
-                if record.location.part in returned
+                if record.location.part in settled
                 or record.location.slot < used.get(record.location.part, 0)
                 or (record.location.rank, record.location.slot) in listed
             ]

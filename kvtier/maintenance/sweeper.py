@@ -219,13 +219,15 @@ class Housekeeper:
         # The newest come first: of a chunk that was found bad and saved again, the newer record mostly is the good one,
         # and the bad one never comes in.
         sets = [(files, *found) for files in self._namespaces() for found in reversed(files.sets())]
-        total = sum(len(parts) for _, _, parts in sets)
+        total, now_s = sum(len(parts) for _, _, parts in sets), self._disk_s()
         unreadable: list[str] = []
         seen, records, was_held_up = 0, 0, False
         for files, set_id, parts in sets:
             faults: dict[int, KVTierError] = {}
             tell = partial(lambda before, n_read: progress(before + n_read, total), seen)
-            records += self._read_back.read_set(files, set_id, parts, faults, tell)
+            # A writer that is refused a record cuts its file: not one that was last written so long ago.
+            settled = [part for part in parts if files.age_s(set_id, part, now_s) >= ORPHAN_GRACE_S]
+            records += self._read_back.read_set(files, set_id, parts, faults, tell, settled)
             seen += len(parts)
             for part, fault in faults.items():
                 was_held_up = was_held_up or isinstance(fault, HeldUp)
@@ -332,7 +334,7 @@ class Housekeeper:
         if not returned:
             return
         faults: dict[int, KVTierError] = {}
-        taken = self._read_back.read_set(files, info.set_id, sorted(sizes), faults, returned=returned)
+        taken = self._read_back.read_set(files, info.set_id, sorted(sizes), faults, settled=returned)
         if taken:
             log.info(
                 "segment set %016x: %d records of a file that had been away were added to the index", info.set_id, taken

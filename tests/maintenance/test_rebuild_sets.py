@@ -55,6 +55,19 @@ def opened(root: Path) -> LmdbIndex:
     return index
 
 
+def test_what_a_writer_was_refused_long_ago_and_never_cut_off_is_read_back(tmp_path: Path) -> None:
+    """A remote index was away when it was written, so it counts as saved, and was lost and rebuilt before it was
+    published. Each check said that a rebuild would add it."""
+    writer, index, (key, location) = living_writer(tmp_path)
+    index.take_over(location.set_id)
+    keeper = Housekeeper(index, tmp_path / "v2", "me")
+    assert keeper.rebuild() is not None and index.resolve([key]) == [], "its writer may still cut it off"
+    (path,) = tmp_path.glob("v2/*/*.kvseg")
+    os.utime(path, (1, 1))
+    assert keeper.rebuild() is not None and len(index.resolve([key])) == 1
+    writer.close()
+
+
 def refuse_once(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """The first time that this segment is opened, there are too many open files."""
     open_file, left = SegmentFiles._open_file, [path.name]
