@@ -27,7 +27,7 @@ class Opened(OpenSegments):
 
 
 @pytest.fixture(autouse=True)
-def _asks_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def _asks_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # undone before tmp_path is removed
     monkeypatch.setattr(open_segments, "CHECKED_FOR_S", 0.0)
 
 
