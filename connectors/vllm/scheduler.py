@@ -38,7 +38,7 @@ SHORT_OF_BLOCKS = 0.1  # share of vLLM's blocks; with fewer free, requests wait 
 class SchedulerHalf:
     """Called from the scheduler's thread only.
 
-    Block tables are part of the step if vLLM offers them (0.32), else they are mirrored from its allocations. A
+    Block tables are part of the step if vLLM offers them (0.30), else they are mirrored from its allocations. A
     request's end saves no more than was computed: vLLM counts tokens that any connector is to load as computed before
     they arrive, so the progress of its steps is recorded here.
     """
@@ -244,7 +244,7 @@ class SchedulerHalf:
         self._step_times.planned(
             scheduled.num_scheduled_tokens.keys(), scheduled.total_num_scheduled_tokens, time.monotonic()
         )
-        block_state = getattr(scheduled, "kv_connector_block_state", None)
+        resolve = getattr(getattr(scheduled, "kv_connector_block_state", None), "resolve_block_ids", None)
         if not self._saves:
             return
         running = [
@@ -260,8 +260,7 @@ class SchedulerHalf:
             self._given.reached[request_id] = computed + n_tokens
             frontier = self._frontiers.of_step(request, computed, n_tokens, self._n_steps)
             if self._bridge.chunks_pending(request_id, frontier) and self._is_of_its_key(request):
-                mirrored = self._tables.get(request_id, ())
-                table = mirrored if block_state is None else block_state.resolve_block_ids(request_id)[0]
+                table = self._tables.get(request_id, ()) if resolve is None else resolve(request_id)[0]
                 self._bridge.advance(request_id, frontier, table)
 
     @contains_faults("following block tables", default=False)

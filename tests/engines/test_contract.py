@@ -188,7 +188,7 @@ def half() -> SchedulerHalf:
     return half
 
 
-def test_mirrored_block_tables_before_032(half: SchedulerHalf) -> None:
+def test_mirrored_block_tables_before_030(half: SchedulerHalf) -> None:
     """New requests bring their table, running ones what was added, resumed ones a table of their own again."""
     half.build_step(scheduled([SimpleNamespace(req_id="a", block_ids=([1, 2],), num_computed_tokens=0)], [], set()))
     half.build_step(scheduled([], [("a", [3], 32)], set()))
@@ -204,7 +204,17 @@ def test_mirrored_block_tables_before_032(half: SchedulerHalf) -> None:
     ]
 
 
-def test_block_tables_since_032(half: SchedulerHalf) -> None:
+def test_tables_of_029_are_mirrored(half: SchedulerHalf) -> None:
+    """0.29 offers the tables only of requests that got blocks in the step."""
+    new = SimpleNamespace(req_id="a", block_ids=([1, 2],), num_computed_tokens=0)
+    for step, tables in ((([new], [], set()), {"a": ([1, 2],)}), (([], [("a", None, 1)], set()), {})):
+        state = SimpleNamespace(block_ids=tables, boundary_state_offloads={})
+        half.build_step(scheduled(*step, kv_connector_block_state=state))
+    assert half._bridge.advanced == [("a", 1, (1, 2)), ("a", 2, (1, 2))]  # type: ignore[attr-defined]
+    assert half._faults.take() == 0
+
+
+def test_block_tables_since_030(half: SchedulerHalf) -> None:
     """Where vLLM offers to resolve them, its own answer counts."""
     state = SimpleNamespace(resolve_block_ids=lambda request_id: ([4, 5, 6],))
     half.build_step(scheduled([], [("b", None, 10)], set(), kv_connector_block_state=state))
