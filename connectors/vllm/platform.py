@@ -11,10 +11,12 @@ unknown, and start-up is refused.
 
 import inspect
 import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import vllm
 
 from kvtier.connectors.vllm.kv_dtypes import PLAIN, is_slot, kv_dtype_of, torch_name
 from kvtier.errors import ConfigError
@@ -97,6 +99,23 @@ def check_continuation(vllm_config: Any) -> None:
     if current_platform.is_cpu() and getattr(model, "use_mla", False) and not chunked:
         fix = "vLLM's MLA for this CPU cannot continue from loaded KV; run it on a GPU, or without the kvtier connector"
         raise ConfigError("model", model.model, fix)
+
+
+def check_windows(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse layers with a window beside others in one KV-cache group on CPUs before vLLM 0.28. Raises ConfigError.
+
+    vLLM's attention for CPUs took the window of a group for that of all its layers. Without a connector these layers
+    have groups of their own.
+    """
+    from vllm.platforms import current_platform
+
+    window = getattr(kv_cache_config.kv_cache_groups[0].kv_cache_spec, "sliding_window", None)
+    is_cut = window is not None and window < vllm_config.model_config.max_model_len
+    release = re.match(r"0\.(\d+)\.", vllm.__version__)
+    if is_cut and current_platform.is_cpu() and release and int(release[1]) < 28:
+        fix = "on CPUs, vLLM before 0.28 cuts full attention to the window of other layers in its KV-cache group, and a"
+        fix = f"{fix} connector has one group; use a later vLLM, max_model_len {window} or less, or no kvtier connector"
+        raise ConfigError("sliding_window", window, fix)
 
 
 def _cpu_packing(spec: Any, vllm_config: Any) -> str:

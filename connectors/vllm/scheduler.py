@@ -47,6 +47,7 @@ class SchedulerHalf:
         check_engine(vllm_config, settings)
         platform.check_continuation(vllm_config)
         spec = check_cache(kv_cache_config, settings)
+        platform.check_windows(vllm_config, kv_cache_config)
         layer_names = in_layer_order(kv_cache_config.kv_cache_groups[0].layer_names)
         identity = identity_of(vllm_config, spec, layer_names, settings)
         if getattr(vllm_config, "weight_transfer_config", None) is not None:
@@ -90,8 +91,7 @@ class SchedulerHalf:
         self._requests: dict[str, Any] = {}
         self._tables: dict[str, list[int]] = {}
         self._given = GivenBlocks()
-        self._is_closed = False
-        self._n_steps = 0
+        self._is_closed, self._n_steps = False, 0
         watch_weights(self, vllm_config.compilation_config.static_forward_context)
         self._events: dynamo.TierEvents | None = None
         if loads and dynamo.wants_events(vllm_config):  # an engine that only saves needs no prompts sent to it

@@ -46,6 +46,7 @@ class WorkerHalf:
         check_engine(vllm_config, settings)
         platform.check_continuation(vllm_config)
         self._spec = check_cache(kv_cache_config, settings)
+        platform.check_windows(vllm_config, kv_cache_config)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._settings = settings

@@ -363,6 +363,30 @@ def test_mla_that_cannot_continue_from_loaded_kv_is_refused(
     platform.check_continuation(engine(scheduler__enable_chunked_prefill=False))
 
 
+@pytest.mark.parametrize(
+    ("device", "release", "window", "refused"),
+    [
+        ("cpu", "0.27.1+cpu", 512, True),
+        ("cpu", "0.27.1+cpu", 1024, False),  # max_model_len: no layer looks back further
+        ("cpu", "0.27.1+cpu", None, False),
+        ("cpu", "0.28.0+cpu", 512, False),
+        ("cuda", "0.25.1", 512, False),
+    ],
+)
+def test_windows_beside_full_attention_are_refused_on_a_cpu_before_028(
+    device: str, release: str, window: int | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 3's answers to prompts longer than its window were others than without the connector."""
+    monkeypatch.setattr("vllm.platforms.current_platform", Platform(device))
+    monkeypatch.setattr("vllm.__version__", release)
+    config, groups = engine(model__max_model_len=1024), cache(FullAttentionSpec(sliding_window=window))
+    if refused:
+        with pytest.raises(ConfigError, match=r"sliding_window = 512: on CPUs, vLLM before 0.28"):
+            platform.check_windows(config, groups)
+    else:
+        platform.check_windows(config, groups)
+
+
 @pytest.mark.parametrize(("device", "cache_dtype"), [("cpu", "bfloat16"), ("cpu", "auto"), ("cuda", "bfloat16")])
 def test_kv_of_another_dtype_than_the_models_is_refused_on_a_cpu(
     device: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch
