@@ -27,7 +27,7 @@ from kvtier.model.weights_fingerprint import weights_fingerprint
 from kvtier.weights.copies import OFFSET, ROW_BYTES, ROWS, SOURCE_PITCH
 from kvtier.weights.plan import WeightPlan
 from kvtier.weights.reader import WeightReader
-from kvtier.weights.shards import RankState, ShardFolder, locked_folder
+from kvtier.weights.shards import GPTQ_LAYERS, RankState, ShardFolder, locked_folder
 
 AUTO = "auto"  # dtype of an engine that is given none
 
@@ -86,6 +86,8 @@ def shard(
     with refusals_of_vllm(folder):
         config = _config(folder, tensor_size, dtype)
         model_config = config.model_config
+        # vLLM finds them by names in the checkpoint, which shards do not have. Building a model changes the names.
+        gptq_layers = sorted(getattr(config.quant_config, GPTQ_LAYERS, None) or ())
         wanted = ShardManifest(
             source_fingerprint=weights_fingerprint(folder, None),
             release=release(),
@@ -103,7 +105,7 @@ def shard(
                         place.check_room(state.n_bytes * tensor_size)
                     place.write_rank(state, reader)
             is_untied = getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
-            return place.finish(folder, reader, is_untied=is_untied)
+            return place.finish(folder, reader, is_untied=is_untied, gptq_layers=gptq_layers)
 
 
 @contextmanager

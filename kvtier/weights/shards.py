@@ -47,6 +47,7 @@ OTHER_WEIGHTS = (
     ".onnx_data",
     ".tflite",
 )  # endings of other frameworks' weight files, which are not copied
+GPTQ_LAYERS = "modules_in_block_to_quantize"  # in quantization_config, and in vLLM's object of it
 Content = bytes | memoryview
 _OTHER_SETTINGS = (
     "make the shards again with this engine's dtype and quantization, or, for expert parallelism, load the "
@@ -161,10 +162,13 @@ class ShardFolder:
         self._done_bytes += n_bytes
         self._progress(self._done_bytes, self._total_bytes)
 
-    def finish(self, source: Path, reader: WeightReader, *, is_untied: bool = False) -> ShardManifest:
+    def finish(
+        self, source: Path, reader: WeightReader, *, is_untied: bool = False, gptq_layers: Sequence[str] = ()
+    ) -> ShardManifest:
         """Copy the model's other files, sum the shards, and write the manifest.
 
-        is_untied: the checkpoint has an output head of its own, whatever its config.json says.
+        is_untied: the checkpoint has an output head of its own, whatever its config.json says. gptq_layers: names, in
+        the checkpoint, of the layers that are quantized with GPTQ.
         """
         for entry in sorted(source.iterdir()):
             if entry.is_file() and _is_beside_weights(entry.name):
@@ -173,6 +177,8 @@ class ShardFolder:
             shutil.copytree(source / name, self._folder / name, dirs_exist_ok=True)
         if is_untied:
             _untie(self._folder / "config.json")
+        if gptq_layers:
+            _name_gptq_layers(self._folder / "config.json", gptq_layers)
         files = [self._folder / name for name in self._files]
         checksums.write(self._folder, files, reader)
         own = shards_fingerprint(self._folder)
@@ -290,6 +296,16 @@ def _untie(path: Path) -> None:
     for part in (config, *config.values()):
         if isinstance(part, dict) and (part is config or "tie_word_embeddings" in part):
             part["tie_word_embeddings"] = False
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _name_gptq_layers(path: Path, layers: Sequence[str]) -> None:
+    """Write into a config.json which layers are quantized with GPTQ, unless it says so."""
+    config = json.loads(path.read_text())
+    for part in (config, *config.values()):
+        found = part.get("quantization_config") if isinstance(part, dict) else None
+        if isinstance(found, dict):
+            found[GPTQ_LAYERS] = found.get(GPTQ_LAYERS) or list(layers)
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -116,6 +116,18 @@ def test_a_checkpoint_in_fp8(tmp_path: Path, capsys: Any) -> None:
     load(out, RANKS, 1, expected)
 
 
+@pytest.mark.parametrize("kind", ["gptq", "awq_part"])
+def test_layers_that_vllm_finds_by_their_tensors(kind: str, tmp_path: Path) -> None:
+    """From their names in the checkpoint it learns which layers are quantized. In shards layers have other names."""
+    folder, out = weights_models.make(kind, tmp_path / "model"), tmp_path / "shards"
+    assert main(["weights", "shard", str(folder), "--tp", str(RANKS), "--out", str(out)]) == 0
+    config = engine_config(str(folder), RANKS)
+    with as_rank(config, 1):
+        expected = load_as_vllm(config)
+    load(out, RANKS, 1, expected)
+    assert weights_fingerprint(out, None) == weights_fingerprint(folder, None)
+
+
 def test_their_files(checkpoint: Path, made: Path) -> None:
     """Data begins at 4 KiB, configuration is copied, and the KV of both folders is shared."""
     manifest = read_shard_manifest(made)

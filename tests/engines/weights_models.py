@@ -75,9 +75,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", OSS),
     "embedding": ("qwen3", {}),  # vLLM's loaders clone its first tensors
 }
-QUANTIZED = ("awq", "int8", "fp8")
+QUANTIZED = ("awq", "awq_part", "gptq", "int8", "fp8")
 KINDS = (*MODELS, *QUANTIZED)
-GROUP = 32  # of the AWQ checkpoint, elements
+GROUP = 32  # of the AWQ and GPTQ checkpoints, elements
 
 
 def make(kind: str, folder: Path) -> Path:
@@ -113,11 +113,18 @@ def _quantize(folder: Path, kind: str) -> None:
     for path in folder.glob("*.safetensors"):
         tensors = {}
         for name, tensor in load_file(path).items():
-            if not name.endswith("proj.weight"):
+            is_left = kind == "awq_part" and ("layers.0.self_attn" in name or "layers.1.mlp" in name)
+            if is_left or not name.endswith("proj.weight"):
                 tensors[name] = tensor
                 continue
             (n_out, n_in), layer = tensor.shape, name.removesuffix(".weight")
-            if kind == "awq":
+            if kind == "gptq":
+                words = torch.randint(-(2**31), 2**31 - 1, (n_in // 8, n_out), dtype=torch.int32)
+                zeros = torch.randint(-(2**31), 2**31 - 1, (n_in // GROUP, n_out // 8), dtype=torch.int32)
+                scales, groups = torch.rand(n_in // GROUP, n_out).half(), torch.arange(n_in, dtype=torch.int32) // GROUP
+                tensors |= {f"{layer}.qweight": words, f"{layer}.qzeros": zeros}
+                tensors |= {f"{layer}.scales": scales, f"{layer}.g_idx": groups}
+            elif kind.startswith("awq"):
                 words = torch.randint(-(2**31), 2**31 - 1, (n_in, n_out // 8), dtype=torch.int32)
                 zeros = torch.randint(-(2**31), 2**31 - 1, (n_in // GROUP, n_out // 8), dtype=torch.int32)
                 scales = torch.rand(n_in // GROUP, n_out).to(torch.bfloat16)
@@ -153,4 +160,5 @@ INT8 = {
     },
 }
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-CONFIGS = {"awq": AWQ, "int8": INT8, "fp8": FP8}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+CONFIGS = {"awq": AWQ, "awq_part": AWQ, "gptq": GPTQ, "int8": INT8, "fp8": FP8}
