@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import TierUnavailable
 from kvtier.format.checksum import slab_seed
+from kvtier.io import ranges
 from kvtier.io.native import checksum
 from kvtier.io.ranges import FILE, TARGET, RangeProgress, RangeReader, RangeResult, resident_share, shared_sizes
 from tests.waiting import wait_until
@@ -312,6 +314,23 @@ def test_share_of_a_file_in_the_page_cache(folder: Path) -> None:
     content = (folder / "0").read_bytes()
     with (folder / "0").open("rb") as file:
         assert resident_share(file.fileno(), len(content)) in (1.0, None)
+
+
+@pytest.mark.parametrize("said", [0, -1])
+def test_share_where_cachestat_is_blind(said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says 0 of files in the overlayfs of a container, and nothing in kernels before 6.5."""
+    path = tmp_path / "long"
+    path.write_bytes(bytes(10 << 20))
+    monkeypatch.setattr(ranges, "quick", SimpleNamespace(kvtier_resident_bytes=lambda fd, offset, length: said))
+    with path.open("rb") as file:
+        assert resident_share(file.fileno(), 10 << 20) == 1.0
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 5 << 20, os.POSIX_FADV_DONTNEED)
+        assert resident_share(file.fileno(), 10 << 20) in (0.5, 1.0)  # tmpfs keeps all
+        # Of another user's file that may not be written, mincore says that all is there.
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+        assert resident_share(file.fileno(), 10 << 20) == (None if said < 0 else 0.0)
 
 
 def test_share_of_a_long_file_is_estimated(tmp_path: Path) -> None:
