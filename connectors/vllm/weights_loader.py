@@ -201,7 +201,7 @@ class KvtierModelLoader(DefaultModelLoader):
         try:
             for _ in self.get_all_weights(model_config, model):
                 raise AssertionError("tensors while files are collected")
-            return self._files
+            return list(dict.fromkeys(self._files))  # a model may name a file of its folder as a further source
         finally:
             self._files = None
 

@@ -290,6 +290,18 @@ def test_a_model_without_some_parameters_has_a_plan_of_its_own(llama: Any) -> No
     assert key(whole) == key(fresh_model(config)) != key(part)
 
 
+def test_a_further_source_in_the_same_folder(llama: Any, caplog: Any, tmp_path: Path) -> None:
+    """Its file is read once, and the plan is kept."""
+    config, expected = llama
+    for origin in ("traced", "from the cache"):
+        model = fresh_model(config)
+        model.secondary_weights = [DefaultModelLoader.Source(config.model_config.model, revision=None)]
+        with caplog.at_level(logging.INFO, "kvtier"):
+            loader(plan_cache=str(tmp_path)).load_weights(model, config.model_config)
+        assert f"plan {origin}" in caplog.messages[-1]
+        assert_equal(model, expected)
+
+
 def test_reloads_get_real_tensors(llama: Any) -> None:
     config, expected = llama
     weights = dict(loader().get_all_weights(config.model_config, fresh_model(config)))
