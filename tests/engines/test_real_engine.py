@@ -270,7 +270,7 @@ def older(lab: Any, first: dict[str, Any], older_python: Path) -> list[dict[str,
     own = [["cold_and_warm", OF_OLDER], ["partial_hits", 61], ["second_turn", 62], "switches", "aborts"]
     spec = {"root": str(lab.folder / "root"), "llm": WITHOUT_ASYNC, "scenarios": [*own, "failed_forward"]}
     one = lab.run("older", [spec], older_python)
-    llm = WITH_ASYNC | {"enable_prefix_caching": False, "num_gpu_blocks_override": 64} | load_format(lab, "older")
+    llm = WITH_ASYNC | {"enable_prefix_caching": False, "num_gpu_blocks_override": 65} | load_format(lab, "older")
     spec |= {"llm": llm, "scenarios": [["reload", [1], [OF_OLDER]], ["second_turn", 63]]}
     return one + lab.run("older-fresh", [spec], older_python)
 
