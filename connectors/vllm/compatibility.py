@@ -362,6 +362,7 @@ def check_start(vllm_config: Any) -> None:
         check_engine(own, settings)
         check_model(own)
         platform.check_continuation(own)
+        platform.check_windows(own)
         settings.signing.signer()
         if _runs_here(own.parallel_config):
             is_cuda = current_platform.is_cuda()

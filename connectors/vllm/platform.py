@@ -20,6 +20,7 @@ import vllm
 
 from kvtier.connectors.vllm.kv_dtypes import PLAIN, is_slot, kv_dtype_of, torch_name
 from kvtier.errors import ConfigError
+from kvtier.model.layer_kinds import FULL, WINDOW
 
 log = logging.getLogger("kvtier")
 
@@ -101,15 +102,20 @@ def check_continuation(vllm_config: Any) -> None:
         raise ConfigError("model", model.model, fix)
 
 
-def check_windows(vllm_config: Any, kv_cache_config: Any) -> None:
+def check_windows(vllm_config: Any, kv_cache_config: Any = None) -> None:
     """Refuse layers with a window beside others in one KV-cache group on CPUs before vLLM 0.28. Raises ConfigError.
 
     vLLM's attention for CPUs took the window of a group for that of all its layers. Without a connector these layers
-    have groups of their own.
+    have groups of their own. kv_cache_config: None before KV is laid out, where the model's configuration counts.
     """
     from vllm.platforms import current_platform
 
-    window = getattr(kv_cache_config.kv_cache_groups[0].kv_cache_spec, "sliding_window", None)
+    if kv_cache_config is None:
+        config = getattr(vllm_config.model_config, "hf_text_config", None)
+        are_mixed = {FULL, WINDOW} <= set(getattr(config, "layer_types", None) or ())
+        window = getattr(config, "sliding_window", None) if are_mixed else None
+    else:
+        window = getattr(kv_cache_config.kv_cache_groups[0].kv_cache_spec, "sliding_window", None)
     is_cut = window is not None and window < vllm_config.model_config.max_model_len
     release = re.match(r"0\.(\d+)\.", vllm.__version__)
     if is_cut and current_platform.is_cpu() and release and int(release[1]) < 28:

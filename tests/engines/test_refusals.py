@@ -379,12 +379,14 @@ def test_windows_beside_full_attention_are_refused_on_a_cpu_before_028(
     """Gemma 3's answers to prompts longer than its window were others than without the connector."""
     monkeypatch.setattr("vllm.platforms.current_platform", Platform(device))
     monkeypatch.setattr("vllm.__version__", release)
-    config, groups = engine(model__max_model_len=1024), cache(FullAttentionSpec(sliding_window=window))
-    if refused:
-        with pytest.raises(ConfigError, match=r"sliding_window = 512: on CPUs, vLLM before 0.28"):
-            platform.check_windows(config, groups)
-    else:
-        platform.check_windows(config, groups)
+    layers = SimpleNamespace(layer_types=["sliding_attention", "full_attention"], sliding_window=window)
+    config = engine(model__max_model_len=1024, model__hf_text_config=layers)
+    for known in (None, cache(FullAttentionSpec(sliding_window=window))):  # before KV is laid out, and then
+        if refused:
+            with pytest.raises(ConfigError, match=r"sliding_window = 512: on CPUs, vLLM before 0.28"):
+                platform.check_windows(config, known)
+        else:
+            platform.check_windows(config, known)
 
 
 @pytest.mark.parametrize(("device", "cache_dtype"), [("cpu", "bfloat16"), ("cpu", "auto"), ("cuda", "bfloat16")])
