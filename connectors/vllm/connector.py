@@ -30,8 +30,8 @@ from kvtier.errors import ConfigError
 
 log = logging.getLogger("kvtier")
 
-# 0.25.1 on CUDA (H200); 0.32.0 there for hits and loaded bytes; 0.27.1 and 0.32.0 on the CPU.
-TESTED_VERSIONS = ("0.25.1", "0.27.1", "0.32.0")
+# 0.25.1 on CUDA (H200); 0.32.0 there for hits and loaded bytes; all but 0.25.1 on the CPU.
+TESTED_VERSIONS = ("0.25.1", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 # Without these, vLLM could reuse a request's blocks before its chunks are gathered.
 NEEDED_HOOKS = ("handle_preemptions", "build_connector_worker_meta", "has_pending_push_work", "update_connector_output")
 

@@ -23,7 +23,7 @@ PLAIN = frozenset({"auto", "float16", "bfloat16", "float32", "half", "float"})
 FP8 = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"})
 SLOTS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 # releases whose slots have the same meaning; those of others are kept apart
-SLOT_RELEASES = ("0.25.1", "0.27.1", "0.32.0", "0.33.0")
+SLOT_RELEASES = ("0.25.1", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 
 _DYNAMIC = "vLLM sets all scales in its blocks to 1 in its first forward, which may come after a load"
 _SPARSE = "it is of sparse attention only, whose index is a second KV cache"

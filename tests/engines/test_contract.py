@@ -105,7 +105,7 @@ def test_a_release_without_them_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_untested_release_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kvtier"):
-        for version in ("0.27.1", "0.32.0+cpu"):
+        for version in ("0.27.1", "0.29.0", "0.32.0+cpu"):
             monkeypatch.setattr("vllm.__version__", version)
             connector_module.check_release()
         assert caplog.records == []

@@ -179,7 +179,7 @@ def test_presets_never_share(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_releases_whose_slots_are_the_same_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert vllm.__version__.split("+")[0] in kv_dtypes.SLOT_RELEASES
     names = set()
-    for release in ("0.25.1", "0.27.1+cpu", "0.32.0"):
+    for release in ("0.25.1", "0.27.1+cpu", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0"):
         monkeypatch.setattr("vllm.__version__", release)
         names.add(slot_name(SLOTS[1]))
     assert names == {"turboquant_4bit_nc"}
