@@ -70,6 +70,8 @@ def measure(folder: Path, device: str, show: Callable[[int, int], None]) -> Weig
     """Measure all in turns. Raises as `WeightReader.read`, TierUnavailable for a device that torch does not have."""
     files = weight_files(folder)
     try:
+        if torch.device(device).type not in ("cpu", "cuda"):
+            raise RuntimeError("weights load to the CPU or to CUDA")
         target = torch.empty(TARGET_BYTES, dtype=torch.uint8, device=device)
     except (RuntimeError, AssertionError) as error:
         raise TierUnavailable(f"device {device} cannot be used: {error}") from None

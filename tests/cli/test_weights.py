@@ -92,5 +92,8 @@ def test_bench(folder: Path, cli: Cli) -> None:
         "ceiling: plain reads, 12 threads",
     ]
     assert "median of 3" in lines[-1]
+    for device in ("meta", "mps"):
+        said = cli.refused("weights", "bench", str(folder), "--device", device)
+        assert f"device {device} cannot be used: weights load to the CPU or to CUDA" in said
     if not torch.cuda.is_available():
         assert "device cuda:0 cannot be used" in cli.refused("weights", "bench", str(folder), "--device", "cuda:0")
