@@ -11,6 +11,7 @@ import torch
 
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.base import SetInfo
+from kvtier.index.redis.index import RedisIndex
 from kvtier.runtime import metrics as names
 from kvtier.storage.segments import SegmentFiles
 from tests.redis_server import GENEROUS_MS, Server, cluster, cluster_url, free_port, has_redis, standalone
@@ -200,6 +201,29 @@ def test_lists_that_redis_lost_alone_cost_no_set(server: Server, tmp_path: Path)
     index = other.store._keeper._index
     assert index.without_list([info.set_id for info in index.sets() if not info.is_open]) == set()
     other.close()
+
+
+def test_a_lost_list_is_made_whole_although_redis_fails_in_between(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was there again without its records, and the next sweep took its set for empty and unlinked the files."""
+    one = engine(tmp_path / "kv", server.url, 1 << 20)
+    one.save(prompt(0), list(range(12)))
+    one.close()
+    other = engine(tmp_path / "kv", server.url, 1 << 20)
+    keeper = other.store._keeper
+    (info,) = [info for info in keeper._index.sets() if keeper._index.members(info.set_id)]
+    server.cli("del", f"kvtier:{{{info.set_id:016x}}}")
+    with monkeypatch.context() as failing, pytest.raises(IndexUnavailable):
+        failing.setattr(RedisIndex, "publish", lambda *arguments: refuse())
+        keeper._housekeeper.sweep()
+    keeper._housekeeper.sweep()
+    assert hits(other, prompt(0)) == 3
+    other.close()
+
+
+def refuse() -> int:
+    raise IndexUnavailable("Redis was stopped")
 
 
 @pytest.mark.parametrize("key", ["sets", "bytes"])

@@ -28,6 +28,7 @@ from kvtier.index.redis.keys import (
     PLACE,
     PUT_NOTE,
     REMOVING,
+    RESTORE_LIST,
     TAGS,
     UNOWNED_LIST,
     Keys,
@@ -129,7 +130,10 @@ class RedisIndex(Index):
             self._caller.one(name, "HSET", name, LIST_STATE, state)
         elif before[:1] != REMOVING:  # the shard of its list may have lost its memory
             is_owned = any(known.owner != UNOWNED for known in self._sets.get([info.set_id]))
-            self._caller.one(name, "HSETNX", name, LIST_STATE, OPEN if is_owned else UNOWNED_LIST)
+            arguments = [OPEN if is_owned else UNOWNED_LIST]
+            for record in records:
+                arguments += [_field(record.location), record.key]
+            self._caller.one(name, *RESTORE_LIST.call([name], arguments))
         return not before
 
     def take_over(self, set_id: int) -> None:

@@ -114,6 +114,13 @@ if is_closing or redis.call('HGET', KEYS[1], '') ~= 'g' then redis.call('HSET', 
 return is_closing and redis.call('HGETALL', KEYS[1]) or {}
 """)
 
+# KEYS: a set's list. ARGV: its state; place, chunk key, ... Makes the list with these records if it is missing: without
+# them, a reader that fails before it publishes them would leave a list that seems to have none.
+RESTORE_LIST = Script.of("""
+if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('HSET', KEYS[1], '', unpack(ARGV)) end
+return 0
+""")
+
 # KEYS: a hash with the field `made`. ARGV: expected value, new value.
 MARK_MADE = Script.of("""
 if redis.call('HGET', KEYS[1], 'made') == ARGV[1] then redis.call('HSET', KEYS[1], 'made', ARGV[2]) end
@@ -153,7 +160,7 @@ return answer
 # when it was changed, or its value.
 ADD_TO_TABLE, CHANGE_TABLE = Script.of(_CHANGE_TABLE), Script.when_full(_CHANGE_TABLE)
 
-_OF_ENTRIES = (ADD_ENTRIES, REMOVE_ENTRIES, ADD_MEMBERS, MARK_LIST)
+_OF_ENTRIES = (ADD_ENTRIES, REMOVE_ENTRIES, ADD_MEMBERS, MARK_LIST, RESTORE_LIST)
 _OF_TABLES = (MARK_MADE, SUM_AND_SETS, ADD_TO_SUM, PUT_NOTE, ADD_TO_TABLE, CHANGE_TABLE)
 SCRIPTS = {script.sha: script.text for script in _OF_ENTRIES + _OF_TABLES}
 
