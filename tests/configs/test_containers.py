@@ -230,6 +230,8 @@ def test_redis_as_it_is_started_asks_for_its_password_and_keeps_nothing(tmp_path
     finally:
         server.terminate()
         server.wait(20)
+    with pytest.raises(redis.ConnectionError):
+        client.ping()  # the signal, as of `docker stop`, reached Redis itself
 
 
 def test_the_health_check_tells_a_service_that_answers_from_one_that_does_not() -> None:
