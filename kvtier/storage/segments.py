@@ -204,8 +204,11 @@ class SegmentFiles(OpenSegments):
         return sum(self.part_bytes(set_id).values())
 
     def age_s(self, set_id: int, part: int, now_s: float) -> float:
-        """Return the seconds since the segment was last written; 0 when it is gone."""
-        status = self._status(set_id, part)
+        """Return the seconds since the segment was last written; 0 when it is gone or its status cannot be read."""
+        try:
+            status = self._status(set_id, part)
+        except OSError:  # as while a part of the storage is down: to be read, and kept, like a new one
+            return 0.0
         return 0.0 if status is None else now_s - status.st_mtime
 
     def file_bytes(self, set_id: int, part: int) -> int:

@@ -1,6 +1,7 @@
 """A set that is in no index comes into it with the segments of all its ranks or not at all, whatever fails meanwhile:
 registered without one, nobody would look at that one again, and registered without records it would be removed."""
 
+import errno
 import os
 import shutil
 import time
@@ -112,6 +113,26 @@ def test_a_set_of_which_one_segment_cannot_be_read_is_taken_in_later(
     assert index.counts().sets == 0
     keeper.sweep()
     assert len(index.resolve(keys)) == 5
+    index.close()
+
+
+def test_a_file_whose_status_cannot_be_read_does_not_end_a_rebuild(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Lustre while the OST of a file is down."""
+    paths, _ = lost(tmp_path, ranks=2)
+    index, ask = opened(tmp_path), os.lstat
+
+    def refuse(path: Path) -> os.stat_result:
+        if path == paths[0]:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return ask(path)
+
+    refuse_once(monkeypatch, paths[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", refuse)
+        done = Housekeeper(index, tmp_path / "v2", "me").rebuild()
+    assert done is not None and len(done.unreadable) == 1 and paths[0].name in done.unreadable[0]
     index.close()
 
 
