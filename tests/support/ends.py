@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,7 @@ from tests.support.rig import all_ended
 
 
 @pytest.fixture(autouse=True)
-def engines_end() -> Iterator[None]:
+def engines_end(tmp_path: Path) -> Iterator[None]:  # they end before tmp_path is removed
     """Close the engines that a test leaves open."""
     with all_ended():
         yield
