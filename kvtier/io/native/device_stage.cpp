@@ -75,14 +75,17 @@ void DeviceStage::enter() {
     broken_ = true;
 }
 
-bool DeviceStage::send(Run& run) {
+bool DeviceStage::read(const Run& run) {
   if (broken_) {
     run.fail(EREMOTEIO);
     return false;
   }
-  Slot& slot = slots_[(oldest_ + in_flight_) % slots_.size()];
-  read_run(run, slot.data);
-  if (!run.is_wanted()) return false;
+  read_run(run, free_slot().data);
+  return run.is_wanted();
+}
+
+bool DeviceStage::send(Run& run) {
+  Slot& slot = free_slot();
   if (!gate_->pass(slot.event, run.bytes(), [&] { return copy(run, slot); })) {
     run.fail(EREMOTEIO);
     settle();

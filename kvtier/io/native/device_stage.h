@@ -11,9 +11,10 @@
 
 namespace kvtier {
 
-// Most bytes on their way to the device, of all stages. A step of the model copies small tables of its own to the
-// device a dozen times, and each waits for the copies that the device's copy engine was given before. At 50 GB/s these
-// bytes take 0.5 ms, all slots of 16 threads 2.7 ms; half of them would do to keep the copy engine busy.
+// Most bytes on their way to the device, of all stages that were opened together. A step of the model copies small
+// tables of its own to the device a dozen times, and each waits for the copies that the device's copy engine was given
+// before. At 50 GB/s these bytes take 0.5 ms, all slots of 16 threads 2.7 ms; half of them would do to keep the copy
+// engine busy.
 constexpr uint64_t kCopyingBytesMax = 24 << 20;
 
 // Holds back copies while those under way have kCopyingBytesMax. Thread-safe.
@@ -60,9 +61,11 @@ class DeviceStage {
   bool empty() const { return in_flight_ == 0; }
   bool full() const { return in_flight_ == slots_.size(); }
 
-  // Reads a run into a free slot and starts its copies; moves from `run`.
-  // Pieces that cannot be read are not copied, and their operations fail. False: no copy was started, and all
-  // operations have failed. Not when full().
+  // Reads a run into a free slot. Operations whose pieces cannot be read fail. False: all have failed. Not when full().
+  bool read(const Run& run);
+
+  // Starts the copies of the run that was read last; moves from `run`. Waits while too many bytes are under way.
+  // Pieces that could not be read are not copied. False: no copy was started, and all operations have failed.
   bool send(Run& run);
 
   // True when finish_oldest() would not wait. Not when empty().
@@ -78,6 +81,7 @@ class DeviceStage {
     Run run;
   };
 
+  Slot& free_slot() { return slots_[(oldest_ + in_flight_) % slots_.size()]; }
   bool copy(const Run& run, const Slot& slot);
   bool copy(uint64_t target, const uint8_t* source, uint64_t bytes);
   void settle();
