@@ -212,7 +212,7 @@ def resident_share(fd: int, file_bytes: int) -> float | None:
 def _resident_in_mapping(fd: int, places: list[tuple[int, int]]) -> list[int] | None:
     """Return the bytes of each (offset, length) that mincore finds in the page cache, or None where it does not say."""
     if os.fstat(fd).st_uid != os.geteuid() and not os.access(f"/proc/self/fd/{fd}", os.W_OK):
-        return None  # of files of others it says that they are there
+        return None  # of such a file mincore says that all of it is there
     try:
         mapping = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
     except (OSError, ValueError):  # a file system without mappings; an empty file
@@ -220,7 +220,7 @@ def _resident_in_mapping(fd: int, places: list[tuple[int, int]]) -> list[int] | 
     with mapping:
         view = np.frombuffer(mapping, np.uint8)
         begin = view.ctypes.data
-        del view  # the mapping could not be closed
+        del view  # else the mapping could not be closed
         found = []
         for offset, n_bytes in places:
             pages = np.zeros(-(-n_bytes // mmap.PAGESIZE), np.uint8)

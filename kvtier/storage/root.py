@@ -4,7 +4,7 @@
     <root>/v2/notes/                            kvtier.eviction.pins_backup
     <root>/v2/index/                            the embedded index, where the root's file system is local
     <root>/v2/<namespace id>/namespace.json     the canonical JSON that the id is the hash of
-    <root>/v2/<namespace id>/model.json         the name of the model, for `kvtier stats` alone
+    <root>/v2/<namespace id>/model.json         the name of the model, which is only shown
     <root>/v2/<namespace id>/*.kvseg            kvtier.format.record
 
 Folders are 0700 and files 0600: KV tells what was said. The root's path may go through links; within it none is

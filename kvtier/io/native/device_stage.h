@@ -26,7 +26,7 @@ class CopyGate {
   // which starts copies and records `event` behind them. Returns what `issue` returns: whether it did.
   bool pass(CuEvent event, uint64_t bytes, const std::function<bool()>& issue);
 
-  // `event` is going to be destroyed.
+  // Call before `event` is destroyed.
   void forget(CuEvent event);
 
  private:
