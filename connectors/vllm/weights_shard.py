@@ -105,7 +105,7 @@ def shard(
                         place.check_room(state.n_bytes * tensor_size)
                     place.write_rank(state, reader)
             is_untied = getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
-            return place.finish(folder, reader, is_untied=is_untied, gptq_layers=gptq_layers)
+            return place.finish(folder, is_untied=is_untied, gptq_layers=gptq_layers)
 
 
 @contextmanager

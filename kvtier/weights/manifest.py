@@ -24,14 +24,19 @@ def write(folder: Path, files: Sequence[Path], reader: WeightReader) -> dict[Pat
     Who may read the first of the files may read the manifest.
     """
     sums = reader.sums(files)
+    replace_small(folder / MANIFEST, content_of(sums))
+    shutil.copymode(files[0], folder / MANIFEST)  # engines of other users load the files too
+    return sums
+
+
+def content_of(sums: Mapping[Path, Sums]) -> bytes:
+    """Return the content of a manifest of these files, whose checksums `WeightReader.sums` gave. Raises OSError."""
     table = {
         path.name: {"bytes": path.stat().st_size, "sums": found.astype("<u8").tobytes().hex()}
         for path, found in sums.items()
     }
     content = {"version": VERSION, "block_bytes": BLOCK_BYTES, "files": table, "digest": _digest(table)}
-    replace_small(folder / MANIFEST, json.dumps(content, indent=1).encode() + b"\n")
-    shutil.copymode(files[0], folder / MANIFEST)  # engines of other users load the files too
-    return sums
+    return json.dumps(content, indent=1).encode() + b"\n"
 
 
 def read(folder: Path) -> dict[Path, Sums] | None:

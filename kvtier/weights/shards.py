@@ -2,7 +2,8 @@
 repaired.
 
 A folder is being written as long as it has `.kvtier-weights.partial`: the manifest of what it is to become. Each file
-is written under a name with a dot, synced, and renamed; so a file under its own name is whole. The manifest comes last.
+is written under a name with a dot, synced, and renamed; so a file under its own name is whole. Its checksums are
+recorded next, and a run that goes on compares the file with them. The manifest comes last.
 """
 
 import ctypes
@@ -13,14 +14,14 @@ import shutil
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from kvtier.errors import ConfigError, TierUnavailable
+from kvtier.errors import ConfigError, Corrupt, TierUnavailable
 from kvtier.model.safetensors import read_header
 from kvtier.model.shard_manifest import NAME, ShardManifest, manifest_text, read_shard_manifest
 from kvtier.model.weights_fingerprint import INDEX_SUFFIX, is_weight_file, shards_fingerprint
@@ -118,6 +119,9 @@ class ShardFolder:
             _write(folder / PARTIAL, [manifest_text(manifest)])
         for draft in folder.glob(f"{DRAFT}*"):
             draft.unlink()
+        self._sums: dict[Path, Sums] = {}
+        with suppress(Corrupt):  # without them, files are written again
+            self._sums = {path: sums for path, sums in (checksums.read(folder) or {}).items() if path.is_file()}
 
     def check_room(self, n_bytes: int) -> None:
         """Refuse to begin what will not fit. n_bytes: of all shards. Raises TierUnavailable."""
@@ -139,16 +143,27 @@ class ShardFolder:
             path, header = self._folder / name, _header({key: state.state[key] for key in names})
             data_bytes = sum(state.state[key].nbytes for key in names)
             self._files[name] = len(header) + data_bytes
-            if path.exists() and path.stat().st_size == self._files[name]:
+            if self._is_written(path, reader):
                 self._report(data_bytes)
                 continue
+            path.unlink(missing_ok=True)  # there may be no room for both
             try:
                 _write(path, self._contents(header, _filled(state, names, reader)))
+                self._sums |= reader.sums([path])
+                _write(self._folder / checksums.MANIFEST, [checksums.content_of(self._sums)])
             except OSError as error:
                 if error.errno not in FULL:
                     raise
                 text = f"no room for {path}: {error.strerror}; free some and run the command again, which goes on here"
                 raise TierUnavailable(text, is_full=True) from None
+
+    def _is_written(self, path: Path, reader: WeightReader) -> bool:
+        """Return whether an earlier attempt wrote the file, and its bytes are still those. Raises WeightsUnreadable."""
+        recorded = self._sums.pop(path, None)
+        if recorded is None or path.stat().st_size != self._files[path.name]:
+            return False
+        self._sums |= (found := reader.sums([path]))
+        return np.array_equal(found[path], recorded)
 
     def _contents(self, header: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[Content]:
         yield header
@@ -162,10 +177,8 @@ class ShardFolder:
         self._done_bytes += n_bytes
         self._progress(self._done_bytes, self._total_bytes)
 
-    def finish(
-        self, source: Path, reader: WeightReader, *, is_untied: bool = False, gptq_layers: Sequence[str] = ()
-    ) -> ShardManifest:
-        """Copy the model's other files, sum the shards, and write the manifest.
+    def finish(self, source: Path, *, is_untied: bool = False, gptq_layers: Sequence[str] = ()) -> ShardManifest:
+        """Copy the model's other files, and write the manifests.
 
         is_untied: the checkpoint has an output head of its own, whatever its config.json says. gptq_layers: names, in
         the checkpoint, of the layers that are quantized with GPTQ.
@@ -179,8 +192,8 @@ class ShardFolder:
             _untie(self._folder / "config.json")
         if gptq_layers:
             _name_gptq_layers(self._folder / "config.json", gptq_layers)
-        files = [self._folder / name for name in self._files]
-        checksums.write(self._folder, files, reader)
+        sums = {path: self._sums[path] for path in (self._folder / name for name in self._files)}
+        _write(self._folder / checksums.MANIFEST, [checksums.content_of(sums)])
         own = shards_fingerprint(self._folder)
         done = self._manifest.model_copy(update={"files": self._files, "shards_fingerprint": own})
         _write(self._folder / NAME, [manifest_text(done)])

@@ -29,6 +29,8 @@ from kvtier.errors import ConfigError, TierUnavailable, WeightsDamaged
 from kvtier.model.shard_manifest import NAME, read_shard_manifest
 from kvtier.model.weights_fingerprint import weights_fingerprint
 from kvtier.weights import shards as shards_module
+from kvtier.weights.manifest import MANIFEST
+from tests.damage import flip
 
 from . import weights_models
 from .test_weights import alone, assert_equal, fresh_model, load_as_vllm, loader
@@ -368,6 +370,38 @@ def test_a_kill_at_any_point_is_repaired(
     assert manifest is not None and len(manifest.files) > 2 and step > 21
     assert not list(out.glob(".*"))
     load(out, 1, 0)
+
+
+@pytest.mark.parametrize("fault", ["flipped", "cut", "not recorded"])
+def test_a_file_that_was_damaged_since_a_kill_is_written_again(
+    fault: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checksums would declare the damage good. Files that are sound are not written again."""
+    out, write = tmp_path / "out", shards_module._write
+
+    def write_three(path: Path, contents: Any) -> None:
+        if "part-3" in path.name:
+            raise Killed
+        write(path, contents)
+
+    monkeypatch.setattr(shards_module, "PART_BYTES", 200_000)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(shards_module, "_write", write_three)
+        weights_shard.shard(checkpoint, 1, out, lambda done, total: None)
+    sound, damaged, _ = sorted(out.glob("model-*"))
+    before = sound.stat().st_mtime_ns
+    if fault == "flipped":
+        flip(damaged, damaged.stat().st_size - 1000)
+    elif fault == "cut":
+        os.truncate(damaged, damaged.stat().st_size - 1)
+    else:  # as after a loss of power, or begun by an earlier kvtier
+        (out / MANIFEST).unlink()
+    weights_shard.shard(checkpoint, 1, out, lambda done, total: None)
+    assert (sound.stat().st_mtime_ns == before) is (fault != "not recorded")
+    config = engine_config(str(checkpoint), 1)
+    with as_rank(config, 0):
+        expected = load_as_vllm(config)
+    load(out, 1, 0, expected)
 
 
 def test_plan_of_each_rank(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
