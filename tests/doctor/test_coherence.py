@@ -17,7 +17,7 @@ COHERENT = Coherence(PIECES, (0, 0), (0, 0), 0.001, 0.01, 0.02)
 
 
 @pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # undone before tmp_path is removed
     for name in ("SETTLE_S", "GROWTH_S", "NAME_S", "APPEAR_S"):
         monkeypatch.setattr(coherence, name, 0.05)
     yield
