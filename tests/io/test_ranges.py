@@ -320,17 +320,17 @@ def test_share_of_a_file_in_the_page_cache(folder: Path) -> None:
 def test_share_where_cachestat_is_blind(said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says 0 of files in the overlayfs of a container, and nothing in kernels before 6.5."""
     path = tmp_path / "long"
-    path.write_bytes(bytes(10 << 20))
+    path.write_bytes(bytes(8 << 20))
     monkeypatch.setattr(ranges, "quick", SimpleNamespace(kvtier_resident_bytes=lambda fd, offset, length: said))
     with path.open("rb") as file:
-        assert resident_share(file.fileno(), 10 << 20) == 1.0
+        assert resident_share(file.fileno(), 8 << 20) == 1.0
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 5 << 20, os.POSIX_FADV_DONTNEED)
-        assert resident_share(file.fileno(), 10 << 20) in (0.5, 1.0)  # tmpfs keeps all
+        os.posix_fadvise(file.fileno(), 0, 4 << 20, os.POSIX_FADV_DONTNEED)  # whole folios of 2 MiB
+        assert resident_share(file.fileno(), 8 << 20) in (0.5, 1.0)  # tmpfs keeps all
         # Of another user's file that may not be written, mincore says that all is there.
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         monkeypatch.setattr(os, "access", lambda path, mode: False)
-        assert resident_share(file.fileno(), 10 << 20) == (None if said < 0 else 0.0)
+        assert resident_share(file.fileno(), 8 << 20) == (None if said < 0 else 0.0)
 
 
 def test_share_of_a_long_file_is_estimated(tmp_path: Path) -> None:
