@@ -30,10 +30,10 @@ from kvtier.format.namespace import Namespace
 from kvtier.format.record import FORMAT_VERSION
 from kvtier.runtime.file_descriptors import NO_DESCRIPTOR, close_file, limit_hint
 from kvtier.runtime.units import exact
-from kvtier.storage.atomic_files import create_once, read_small
+from kvtier.storage.atomic_files import SMALL_FILE_BYTES_MAX, create_once, read_small
 from kvtier.storage.filesystem import FULL, FreeSpace, file_system_of, mounted_at
 from kvtier.storage.root_owner import Node, Owner, claim, claim_shared, default_index_path, read_owner, this_node
-from kvtier.storage.safe_open import NOT_ANSWERING, folder_within, hand_over
+from kvtier.storage.safe_open import NOT_ANSWERING, folder_within, hand_over, open_plain
 from kvtier.storage.segments import KEPT_OPEN, SUFFIX
 
 log = logging.getLogger("kvtier")
@@ -244,8 +244,8 @@ def open_namespace(root: Root, namespace: Namespace, again: bool = False, model:
 def model_name(folder: Path) -> str:
     """Return the name of the model whose KV a namespace's folder holds; "" where none can be read."""
     try:
-        with folder_within(folder) as opened:
-            name = json.loads(read_small(Path(MODEL_FILE), opened))
+        with folder_within(folder) as opened, open(open_plain(Path(MODEL_FILE), opened), "rb") as file:
+            name = json.loads(file.read(SMALL_FILE_BYTES_MAX))  # an empty one is not waited for
     except (OSError, Corrupt, ValueError, RecursionError):
         return ""
     is_name = isinstance(name, str) and len(name) <= MODEL_CHARS_MAX and name.isprintable()
