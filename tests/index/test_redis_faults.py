@@ -137,6 +137,19 @@ def test_one_emptied_shard_of_three_is_noticed_and_made_whole_again(masters: lis
 # --- slow and gone ---
 
 
+def test_the_lost_list_of_a_set_of_many_records_is_made_again(server: Server) -> None:
+    """Small models have 16,000 records in a set; Lua unpacks no more than 8,000 values."""
+    prefix, wanted = own_prefix(), keys(5000)
+    index = RedisIndex(index_settings(f"redis://127.0.0.1:{server.port}/0", prefix))
+    fill(index, wanted)
+    server.cli("del", f"{prefix}:{{{1:016x}}}")
+    assert not index.members(1)
+    records = [record(slot, 1, slot)._replace(key=one) for slot, one in enumerate(wanted)]
+    assert not index.create_set(set_info(1), records)
+    assert [found for found, _ in index.members(1)] == wanted
+    index.close()
+
+
 def test_a_paused_redis_costs_a_lookup_its_deadline_and_no_more(tmp_path: Path) -> None:
     with standalone(tmp_path) as server:
         settings = index_settings(server.url, reply_timeout_ms=SLOW_MS)

@@ -117,7 +117,9 @@ return is_closing and redis.call('HGETALL', KEYS[1]) or {}
 # KEYS: a set's list. ARGV: its state; place, chunk key, ... Makes the list with these records if it is missing: without
 # them, a reader that fails before it publishes them would leave a list that seems to have none.
 RESTORE_LIST = Script.of("""
-if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('HSET', KEYS[1], '', unpack(ARGV)) end
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+redis.call('HSET', KEYS[1], '', ARGV[1])
+for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 return 0
 """)
 
