@@ -107,9 +107,10 @@ def remove_strange(folder: str, names: Iterable[str]) -> None:
     """Unlink files of these names that are not plain, before a library opens them by name and would follow a link.
     Raises OSError."""
     for path in (os.path.join(folder, name) for name in names):
-        if os.path.lexists(path) and not is_plain(os.lstat(path)):
-            log.warning("%s is not a plain file: removed", path)
-            os.unlink(path)
+        with suppress(FileNotFoundError):  # or another process removes the file first
+            if not is_plain(os.lstat(path)):
+                log.warning("%s is not a plain file: removed", path)
+                os.unlink(path)
 
 
 def _not_plain(path: str | Path) -> OSError:
