@@ -88,8 +88,9 @@ for folder in "$@"; do
 done
 truncate -s "${disk_mb}M" "$rig/disk"
 # The image is never changed (snapshot=on). Emulated: a guest needs no /dev/kvm. pdeathsig: it also ends if this script
-# is killed.
-TMPDIR=$rig setpriv --pdeathsig TERM timeout -k 5 "$timeout_s" qemu-system-x86_64 -M q35 -accel tcg,thread=multi -cpu max -smp 2 -m "$memory" \
+# is killed, or `timeout` is ended just after it forked, when it passes no signal on.
+TMPDIR=$rig setpriv --pdeathsig TERM timeout -k 5 "$timeout_s" \
+    setpriv --pdeathsig TERM qemu-system-x86_64 -M q35 -accel tcg,thread=multi -cpu max -smp 2 -m "$memory" \
     -nodefaults -no-reboot -display none -kernel "$dir/vmlinuz" -initrd "$dir/initrd" \
     -append "root=/dev/vda rw console=ttyS0 init=/sbin/guest-init quiet panic=-1 mitigations=off" \
     -serial "file:$dir/console" -device virtio-serial -chardev file,id=out,path=/dev/fd/1,append=on \

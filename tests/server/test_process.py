@@ -166,8 +166,8 @@ def test_a_redis_that_comes_late_stops_and_dies(tmp_path: Path) -> None:
         def status(path: str = "/api/v1/overview") -> int:
             return served.get(path)[0]
 
-        def wait_for(wanted: int) -> None:
-            wait_until(lambda: status() == wanted, f"status {wanted}", 120)
+        def wait_for(wanted: int, path: str = "/api/v1/overview") -> None:
+            wait_until(lambda: status(path) == wanted, f"status {wanted}", 120)
 
         assert (status(), status("/readyz"), status("/healthz"), status("/metrics")) == (503, 503, 200, 200)
         redis = Server(tmp_path / "redis", port=port)
@@ -177,8 +177,8 @@ def test_a_redis_that_comes_late_stops_and_dies(tmp_path: Path) -> None:
             redis.pause()
             wait_for(503)  # what was seen a moment ago is shown for a second
             assert status() == 503  # before the client's own deadline
-            said = json.loads(served.get("/api/v1/pins")[1])
-            assert said["title"] == "Not available"
+            wait_for(503, "/api/v1/pins")
+            assert json.loads(served.get("/api/v1/pins")[1])["title"] == "Not available"
             redis.go_on()
             wait_for(200)
             redis.kill()
