@@ -23,7 +23,7 @@ from kvtier.io.cufile import cufile_state
 from kvtier.io.engines import Target
 from kvtier.io.kvikio_files import load_kvikio
 from kvtier.io.ring import AlignedBuffer
-from kvtier.storage.filesystem import FULL, IN_MEMORY, file_system_of
+from kvtier.storage.filesystem import FULL, IN_MEMORY, FreeSpace, file_system_of
 from kvtier.storage.segments import fallocate
 
 TARGET_BYTES = 128 << 20
@@ -75,6 +75,9 @@ def _storage(asked: dict[str, Any]) -> Any:
 
 def _refuses(folder: Path, n_bytes: int) -> bool:
     """Reserve so much in a scratch file. statvfs knows nothing of quotas. Raises OSError for other refusals."""
+    disk = os.statvfs(folder)
+    if disk.f_blocks and FreeSpace.of(disk).n_bytes < n_bytes:
+        return True  # fallocate(2) would take all that is left from others before it fails
     try:
         with scratch_file(folder, direct=False) as fd:
             fallocate(fd, n_bytes)

@@ -6,11 +6,12 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvtier.config.settings import HbmSettings, Settings
-from kvtier.doctor import gpu, storage
+from kvtier.doctor import gpu, probe, storage
 from kvtier.doctor.gpu import examine_gpu, examine_memory
 from kvtier.doctor.host import Diagnosis, Host, ProbeFailed, Ran
 from kvtier.doctor.lustre import examine_efa
@@ -19,6 +20,7 @@ from kvtier.doctor.storage import examine_storage
 from kvtier.runtime.units import size
 from kvtier.storage import root as root_module
 from kvtier.storage.root_owner import Node, Owner, claim, this_node
+from kvtier.storage.segments import fallocate
 from tests.storage.conftest import Mount
 from tests.storage.conftest import mount_tmpfs as mount_tmpfs  # a fixture
 
@@ -412,6 +414,24 @@ def test_a_file_system_without_inodes_is_named(free: int, host: Host, tmp_path: 
     mount_tmpfs(tmp_path, f"size=64m,nr_inodes={free + 1}")
     found = by_name(list(examine_storage(measured(host), tmp_path, None)))["root"]
     assert (found.level == "bad" and f"{free} inodes left" in found.fix) is (free == 1)
+
+
+def test_room_for_a_segment_is_not_taken_from_others(
+    tmp_path: Path, mount_tmpfs: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe reserved 8 TiB: for seconds, until that failed, the disk was full for all its users."""
+    mount_tmpfs(tmp_path, "size=8m")
+    asked = list[int]()
+
+    def reserve(fd: int, n_bytes: int) -> None:
+        asked.append(n_bytes)
+        fallocate(fd, n_bytes)
+
+    monkeypatch.setattr(probe, "fallocate", reserve)
+    assert probe._refuses(tmp_path, 1 << 43) and not probe._refuses(tmp_path, 1 << 20) and asked == [1 << 20]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=0))  # a file system that does not tell
+        assert probe._refuses(tmp_path, 16 << 20) and asked[1:] == [16 << 20]
 
 
 def test_the_probe_sees_storage_that_refuses_a_segment(host: Host, tmp_path: Path) -> None:
