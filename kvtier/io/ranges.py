@@ -212,7 +212,7 @@ def resident_share(fd: int, file_bytes: int) -> float | None:
 def _resident_in_mapping(fd: int, places: list[tuple[int, int]]) -> list[int] | None:
     """Return the bytes of each (offset, length) that mincore finds in the page cache, or None where it does not say."""
     if os.fstat(fd).st_uid != os.geteuid() and not os.access(f"/proc/self/fd/{fd}", os.W_OK):
-        return None  # of such a file mincore says that all of it is there
+        return None  # mincore says of such a file that all its pages are cached
     try:
         mapping = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
     except (OSError, ValueError):  # a file system without mappings; an empty file

@@ -107,7 +107,7 @@ def remove_strange(folder: str, names: Iterable[str]) -> None:
     """Unlink files of these names that are not plain, before a library opens them by name and would follow a link.
     Raises OSError."""
     for path in (os.path.join(folder, name) for name in names):
-        with suppress(FileNotFoundError):  # or another process removes the file first
+        with suppress(FileNotFoundError):  # another process may remove the file first
             if not is_plain(os.lstat(path)):
                 log.warning("%s is not a plain file: removed", path)
                 os.unlink(path)

@@ -120,7 +120,7 @@ def test_a_checkpoint_in_fp8(tmp_path: Path, capsys: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["gptq", "awq_part"])
 def test_layers_that_vllm_finds_by_their_tensors(kind: str, tmp_path: Path) -> None:
-    """From their names in the checkpoint it learns which layers are quantized. In shards layers have other names."""
+    """vLLM learns from names in the checkpoint which layers are quantized, and shards name the layers otherwise."""
     folder, out = weights_models.make(kind, tmp_path / "model"), tmp_path / "shards"
     assert main(["weights", "shard", str(folder), "--tp", str(RANKS), "--out", str(out)]) == 0
     config = engine_config(str(folder), RANKS)

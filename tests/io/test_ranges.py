@@ -327,7 +327,7 @@ def test_share_where_cachestat_is_blind(said: int, tmp_path: Path, monkeypatch: 
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 4 << 20, os.POSIX_FADV_DONTNEED)  # whole folios of 2 MiB
         assert resident_share(file.fileno(), 8 << 20) in (0.5, 1.0)  # tmpfs keeps all
-        # Of another user's file that may not be written, mincore says that all is there.
+        # mincore says that all pages of a file are cached if the caller neither owns nor may write it.
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         monkeypatch.setattr(os, "access", lambda path, mode: False)
         assert resident_share(file.fileno(), 8 << 20) == (None if said < 0 else 0.0)
