@@ -81,7 +81,7 @@ def _print(root: Root, where: str, found: Agreement) -> None:
         print(
             "A record whose chunk is not in the index is a miss and takes room until its set is evicted. Such records "
             "remain where two engines stored a chunk and the record that the index had was evicted. kvtier index "
-            "rebuild adds them, those of a set whose writer lost it once its files were not written for 10 minutes."
+            "rebuild adds them; if the writer of their set had lost it, 10 minutes after their file was last written."
         )
     if found.n_disagreements:
         print(
