@@ -179,7 +179,8 @@ class RecordWriter:
         if room <= 0 and not hung:
             return False
         stuck, staged, left = list[Staged](), list[Staged](), list[Staged]()
-        for item in self.ready:
+        n_seen = 0
+        for n_seen, item in enumerate(self.ready, 1):
             if item.file in hung:
                 stuck.append(item)
             elif (
@@ -190,7 +191,9 @@ class RecordWriter:
                 staged.append(item)
             else:
                 left.append(item)
-        self.ready = left
+            if len(staged) == room and not hung:
+                break  # thousands of small chunks may wait
+        self.ready[:n_seen] = left
         if stuck:
             self._saver.end(stuck, SaveOutcome.FAILED)
             self._hangs("their segment does not answer")
