@@ -308,7 +308,7 @@ def open_transfer(
     )
     jobs = _transfer_jobs(settings)
     cost = io.cost.of_share(codec, geometry, share) if io.cost else None
-    bounds = SaveBounds(min(settings.queues.save_chunks_max, memory.save_slots), memory.held_slots)
+    bounds = SaveBounds(settings.queues.saves_within(memory.save_slots), memory.held_slots)
     transfer = Transfer(worker, jobs, _admissions(settings, device.type), bounds, cost, memory.pinner)
     transfer.start()
     return transfer

@@ -81,7 +81,7 @@ class SizeClass:
             self._store.close()
             raise
         # A save holds a slot until it is answered, and half of them stay for loads (kvtier.worker.arenas).
-        self._room = min(settings.queues.save_chunks_max, max(1, arena_bytes // slot_bytes // 2))
+        self._room = settings.queues.saves_within(max(1, arena_bytes // slot_bytes // 2))
         self._plan_objects = max(1, min(PLAN_OBJECTS, PLAN_BYTES // slot_bytes))
         self._lock = threading.Lock()
         self._awaited: dict[_Place, _Answer] = {}

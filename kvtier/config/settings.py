@@ -145,15 +145,20 @@ class IoSettings(BaseModel):
 
 
 class QueueSettings(BaseModel):
-    """Bounds of the queues between the engine and the storage (I4). shared_load_wait_s: longest wait for another
-    request's load of the same chunks; 0: each request loads by itself."""
+    """Bounds of the queues between the engine and the storage (I4). save_chunks_max None: as many chunks as the memory
+    for saves has slots. shared_load_wait_s: longest wait for another request's load of the same chunks; 0: each request
+    loads by itself."""
 
     model_config = FROZEN
-    save_chunks_max: Count = 256
+    save_chunks_max: Count | None = None
     load_requests_max: Count = 256
     shared_load_wait_s: SecondsOrZero = 5.0
     save_threads: Annotated[Count, Field(le=64)] = 2
     load_threads: Annotated[Count, Field(le=64)] = 2
+
+    def saves_within(self, n_slots: int) -> int:
+        """Return how many chunks saves may hold of `n_slots` slots."""
+        return n_slots if self.save_chunks_max is None else min(n_slots, self.save_chunks_max)
 
 
 class Settings(BaseSettings):

@@ -16,7 +16,7 @@ from kvtier.kernels.paged import Move, PagedKV
 from kvtier.plan import LoadDone, SaveOutcome
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage.segments import SegmentFiles
-from tests.support.rig import Engine, saved_by_another
+from tests.support.rig import Engine, geometry, saved_by_another
 from tests.waiting import wait_until
 
 TOKENS = list(range(1000, 1000 + 64 * 5))
@@ -121,6 +121,17 @@ def test_saves_beyond_the_bound_are_refused_without_waiting(tmp_path: Path) -> N
     lost = engine.store.saved(skipped)
     assert [(one.key, one.outcome) for one in lost] == [(key, SaveOutcome.QUEUE_FULL) for key in keys[2:5]]
     assert not engine.store.is_known(keys[4]) and engine.store.is_known(keys[0])
+
+
+def test_a_step_of_many_small_chunks_is_saved_whole(tmp_path: Path) -> None:
+    """By default the memory alone bounds saves: chunks beyond 256 of a step were refused, however small they were."""
+    shape = geometry(layers=1, kv_heads=1, k_head_size=8, v_head_size=8)
+    engine = Engine(tmp_path, shape=shape, n_blocks=1200)
+    engine.wait_for_set()
+    engine.transfers[0].save(engine.plan(range(64 * 300), range(1200)))
+    assert engine.transfers[0].drain(20)
+    outcomes = [answer.outcome for answer in engine.transfers[0].poll().saves]
+    assert outcomes == 300 * [SaveOutcome.SAVED]
 
 
 def test_loads_beyond_the_bound_wait(tmp_path: Path) -> None:
