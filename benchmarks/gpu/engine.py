@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.engine JOB.json RESULT.json TIMEOUT_S
 
 Job: EngineSetup.job with "steps": [[name, arguments...], ...], functions of steps.py and of the scripts, and optionally
-"watch": N, to digest one of N chunks of kvtier. processes.py starts it and sets the environment.
+"watch": N, to digest one of N chunks of kvtier. processes.py starts it and sets the environment. By that the engine's
+core runs in this process (systems.environment_of), or in its own as by vLLM's default (systems.OWN_PROCESS).
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import inside
 from benchmarks.gpu.systems import prepare, stored_bytes, transfer_of
-from kvtier.format.namespace import chunk_keys
 from kvtier.runtime.metrics import summed
 
 NO_TIER = {"kvtier_load": False, "kvtier_save": False}
@@ -30,7 +31,7 @@ DUMP_BEFORE_END_S = 5.0  # stacks are written so long before the timeout
 
 
 class MeasuredEngine:
-    """vLLM with one of the systems. This thread runs the requests; the engine is in this process."""
+    """vLLM with one of the systems. This thread passes requests to the engine's core, and runs it if it is here."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         from vllm import LLM
@@ -84,7 +85,7 @@ class MeasuredEngine:
         """Run steps without requests: they do what is due after the last request has ended."""
         if not self.llm.llm_engine.has_unfinished_requests():
             for _ in range(count):
-                self.core.get_output()
+                self.in_core(inside.idle_step)
 
     def settle(self) -> float:
         """Wait until what was handed to the tier is stored; return the seconds. Raise TimeoutError."""
@@ -109,20 +110,18 @@ class MeasuredEngine:
 
     def counters(self) -> dict[str, float]:
         """Return kvtier's counters since the start, of the scheduler's half and summed over the workers."""
-        store = self.store()
-        own = {} if store is None else store.metrics.total()
-        return summed([*self.llm.collective_rpc(inside.counters), own])
-
-    def store(self) -> Any:
-        """Return kvtier's Store in the scheduler, None with another system."""
-        half = getattr(self.core.engine_core.scheduler.connector, "_scheduler_half", None)
-        return None if half is None else half._store
+        return summed([*self.llm.collective_rpc(inside.counters), self.in_core(inside.scheduler_counters)])
 
     def stored_chunks(self, tokens: list[int]) -> tuple[int, int]:
         """Return (chunks of the prompt that the index has, its whole chunks)."""
-        store = self.store()
-        keys = chunk_keys(store.namespace_id, tokens, store._chunk_tokens, {})
-        return len(store.lookup(keys)), len(keys)
+        found, whole = self.in_core(inside.stored_chunks, tokens)
+        return found, whole
+
+    def in_core(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of inside.extend_core with the engine's core, in its process, between two steps."""
+        if hasattr(self.core, "call_utility"):
+            return self.core.call_utility(function.__name__, *arguments)
+        return function(self.core.engine_core, *arguments)
 
     def _wait_until_quiet(self) -> None:
         """Wait until nothing was written for QUIET_S, for other systems do not say when they are done."""
@@ -186,5 +185,7 @@ def main(job_path: Path, result_path: Path, timeout_s: float) -> None:
     os._exit(0)
 
 
+if __name__ in ("__main__", "__mp_main__"):  # the latter in a core's process that vLLM spawns and does not fork
+    inside.extend_core()
 if __name__ == "__main__":
     main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))

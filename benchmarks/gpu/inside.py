@@ -1,4 +1,4 @@
-"""Calls into each worker (`LLM.collective_rpc`), in whichever process it runs."""
+"""Calls into each worker (`LLM.collective_rpc`) and into the engine's core, in whichever processes they run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.gpu.sampler import GrowthWatch
 from benchmarks.gpu.watch import Watch
+from kvtier.format.namespace import chunk_keys
 
 _watches: list[Watch] = []
 _growth: list[GrowthWatch] = []
@@ -37,6 +38,39 @@ def counters(worker: Any) -> dict[str, float]:
         if name in ("rchar", "wchar"):
             found[name] = float(value)
     return found
+
+
+def idle_step(core: Any) -> None:
+    """Run a step of an engine without requests."""
+    _, is_executed = core.step_fn()
+    core.post_step(is_executed)
+
+
+def scheduler_counters(core: Any) -> dict[str, float]:
+    """Return kvtier's counters of the scheduler's half since the start."""
+    store = _store(core)
+    return {} if store is None else store.metrics.total()
+
+
+def stored_chunks(core: Any, tokens: list[int]) -> tuple[int, int]:
+    """Return (chunks of the prompt that the index has, its whole chunks)."""
+    store = _store(core)
+    keys = chunk_keys(store.namespace_id, tokens, store._chunk_tokens, {})
+    return len(store.lookup(keys)), len(keys)
+
+
+def _store(core: Any) -> Any:
+    """Return kvtier's Store, None with another system."""
+    half = getattr(core.scheduler.connector, "_scheduler_half", None)
+    return None if half is None else half._store
+
+
+def extend_core() -> None:
+    """Add the functions above to vLLM's core, whose methods its client can call from another process."""
+    from vllm.v1.engine.core import EngineCore
+
+    for function in (idle_step, scheduler_counters, stored_chunks):
+        setattr(EngineCore, function.__name__, function)
 
 
 def round_to_bf16(worker: Any) -> None:

@@ -1,12 +1,10 @@
-"""Observers of a process while an engine works in it: threads that sample a value, times of garbage collections."""
+"""Observers of a process while an engine works in it: threads that sample a value."""
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 SAMPLE_S = 0.02  # interval between samples, seconds
 
@@ -49,22 +47,3 @@ class GrowthWatch:
         value = self._measure()
         if value != self._samples[-1][1]:
             self._samples.append((time.perf_counter(), value))
-
-
-@contextmanager
-def garbage_collections() -> Iterator[list[float]]:
-    """Yield a list that grows by the seconds of each garbage collection of this process."""
-    seconds, started = list[float](), 0.0
-
-    def note(phase: str, _: dict[str, int]) -> None:
-        nonlocal started
-        if phase == "start":
-            started = time.perf_counter()
-        else:
-            seconds.append(time.perf_counter() - started)
-
-    gc.callbacks.append(note)
-    try:
-        yield seconds
-    finally:
-        gc.callbacks.remove(note)

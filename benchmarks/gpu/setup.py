@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,8 @@ def add_timed_engine(made: argparse.ArgumentParser, gpu_memory: float) -> None:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """Common settings of all engines of one run. llm: engine arguments. extra: kvtier's settings."""
+    """Common settings of all engines of one run. llm: engine arguments. extra: kvtier's settings.
+    environment: variables that replace the system's."""
 
     kind: str
     folder: Path
@@ -79,6 +80,7 @@ class EngineSetup:
     timeout_s: float
     llm: dict[str, Any]
     extra: dict[str, Any]
+    environment: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, options: argparse.Namespace, kind: str, llm: dict[str, Any], extra: dict[str, Any]) -> EngineSetup:
@@ -110,6 +112,7 @@ class EngineSetup:
 
     def job(self, system: str, folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
         """Return the job of an engine, without its steps."""
+        tiny = TINY_ENVIRONMENT if self.kind == "tiny" else {}
         return {
             "model": str(make_model(self.kind, self.models)),
             "vocabulary": DIMENSIONS[self.kind].vocabulary,
@@ -117,7 +120,7 @@ class EngineSetup:
             "folder": str(folder),
             "extra": extra,
             "llm": self.llm,
-            "environment": environment_of(system, folder) | (TINY_ENVIRONMENT if self.kind == "tiny" else {}),
+            "environment": environment_of(system, folder) | tiny | self.environment,
         }
 
     def run(self, name: str, system: str, steps: Steps, extra: dict[str, Any] | None = None) -> dict[str, Any]:

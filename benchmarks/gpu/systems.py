@@ -14,6 +14,9 @@ from typing import Any
 NATIVE_CPU_BYTES = 24 << 30  # host memory of vLLM's own tiering; the largest prompt of the 8B model has 13.1 GB
 LMCACHE_BUFFER_MIB = 14336  # HBM that a 100,000-token prompt of an 8B model fits into; else LMCache drops the hit
 LMCACHE_IO_THREADS = 16  # one a core; LMCache's default is 4
+# vLLM's default: the engine's core has a process of its own (environment_of keeps it in the benchmark's). The second
+# variable lets the benchmark send functions there.
+OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
 
 def transfer_of(system: str, folder: Path, extra: dict[str, Any]) -> dict[str, Any] | None:

@@ -6,12 +6,16 @@ For each system one process computes and saves bursts (32 x 6,144 tokens, whose 
 writes over several files; 16 x 12,000, 64 x 4,000, one prefix of 8,000), and a fresh one loads each burst at once, then
 the 16 prompts beside 16 requests that decode. Rates are shares of what pinned copies, direct reads and direct writes
 reach in the same run.
+
+The engine's core has a process of its own, as by default and in a server, so it begins with the first requests of a
+burst while it receives the others. A token's time is the one at which the core emitted it, from vLLM's own metrics.
 """
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,9 +25,9 @@ from benchmarks.gpu import inside
 from benchmarks.gpu.ceilings import THREADS, copies, direct_writes, read_rate
 from benchmarks.gpu.engine import NO_TIER, MeasuredEngine, grown, parameters
 from benchmarks.gpu.models import prompt
-from benchmarks.gpu.sampler import GrowthWatch, garbage_collections
+from benchmarks.gpu.sampler import GrowthWatch
 from benchmarks.gpu.setup import EngineSetup, add_timed_engine, parser
-from benchmarks.gpu.systems import stored_bytes
+from benchmarks.gpu.systems import OWN_PROCESS, stored_bytes
 from benchmarks.report import ms
 
 FILES = 12  # files that the plain writes of a rank go to
@@ -108,12 +112,11 @@ def rows_of(system: str, found: dict[str, Any], limits: dict[str, float], token_
     return rows
 
 
-# --- steps, in the engine's process ---
+# --- steps, in the front end's process ---
 
 
 DECODER_TOKENS = 256  # tokens of each decoder's prompt
 ANSWER_TOKENS_MAX = 6000  # most tokens of each decoder's answer
-STEPS_MAX = 400  # steps of a burst that are written down
 ALONE_S = 2.0  # time of decoding before other requests come, seconds
 SAVED, LOADED = {"kvtier_load": False}, {"kvtier_save": False}
 
@@ -186,10 +189,10 @@ def decode_beside(engine: MeasuredEngine, decoders: int, kind: str, count: int, 
         tokens = prompt(name, DECODER_TOKENS, engine.vocabulary)
         llm.add_request(name, {"prompt_token_ids": tokens}, parameters(ANSWER_TOKENS_MAX, NO_TIER))
     until = None
-    while until is None or time.perf_counter() < until:
+    while until is None or time.monotonic() < until:
         _note_tokens(llm.step(), times)
         if until is None and all(len(noted) > 3 for noted in times.values()):
-            until = time.perf_counter() + ALONE_S
+            until = time.monotonic() + ALONE_S
     alone = _pace(times, until - ALONE_S, until)
     before = engine.counters()
     found = {"alone": alone} | _ask_at_once(engine, kind, count, n_tokens, LOADED, times)
@@ -224,45 +227,39 @@ def _run(
     switches: dict[str, bool],
     others: dict[str, list[float]] | None = None,
 ) -> Found:
-    """Ask all prompts at once for one token each; return when the tokens came, and the hit tokens.
+    """Ask all prompts at once for one token each; return when the core emitted them, and the hit tokens.
 
-    `added_s`: time in which vLLM took the requests, before its first step. `steps`: start, seconds and first tokens of
-    each. `garbage_s`: seconds of garbage collections. others: requests under way, whose pace
-    in this time is `beside`.
+    `added_s`: time in which all requests were passed to the core. `received_s`: time until this process had all tokens.
+    others: requests under way, whose pace until the last of the tokens is `beside`.
     """
-    llm, first_token_s, n_hits = engine.llm.llm_engine, {}, 0
-    started = time.perf_counter()
+    llm, first_token_s, n_hits = engine.llm.llm_engine, dict[str, float](), 0
+    started = time.monotonic()
     for name, tokens in wanted.items():
         llm.add_request(name, {"prompt_token_ids": tokens}, parameters(1, switches))
-    added_s, steps = time.perf_counter() - started, list[tuple[float, float, int]]()
-    with garbage_collections() as pauses:
-        while len(first_token_s) < len(wanted):
-            began = time.perf_counter()
-            outputs = llm.step()
-            ended, n_before = time.perf_counter(), len(first_token_s)
-            _note_tokens(outputs, others or {})
-            for output in outputs:
-                if output.request_id in wanted and output.finished:
-                    first_token_s[output.request_id] = time.perf_counter() - started
-                    n_hits += output.num_cached_tokens or 0
-            steps.append((round(began - started, 5), round(ended - began, 5), len(first_token_s) - n_before))
+    added_s = time.monotonic() - started
+    while len(first_token_s) < len(wanted):
+        outputs = llm.step()
+        _note_tokens(outputs, others or {})
+        for output in outputs:
+            if output.request_id in wanted and output.finished:
+                first_token_s[output.request_id] = output.metrics.first_token_ts - started
+                n_hits += output.num_cached_tokens or 0
     found = {
         "added_s": added_s,
+        "received_s": time.monotonic() - started,
         "median_first_token_s": median(first_token_s.values()),
         "last_first_token_s": max(first_token_s.values()),
+        "first_tokens_s": sorted(first_token_s.values()),
         "hit_tokens": n_hits,
-        "steps": steps[:STEPS_MAX],
-        "garbage_s": sum(pauses),
     }
-    return found | ({"beside": _pace(others, started, time.perf_counter())} if others else {})
+    return found | ({"beside": _pace(others, started, started + found["last_first_token_s"])} if others else {})
 
 
 def _note_tokens(outputs: list[Any], times: dict[str, list[float]]) -> None:
-    now = time.perf_counter()
     for output in outputs:
         noted = times.get(output.request_id)
         if noted is not None:
-            noted.extend([now] * (len(output.outputs[0].token_ids) - len(noted)))
+            noted.extend([output.metrics.last_token_ts] * (len(output.outputs[0].token_ids) - len(noted)))
 
 
 def _pace(times: dict[str, list[float]], start: float, end: float) -> Found:
@@ -284,7 +281,8 @@ def main() -> int:
     made.add_argument("--systems", default="kvtier,native", help="separated by commas")
     made.add_argument("--kinds", default="save,long,short", help="bursts, long among them; they take 86 GB in all")
     options = made.parse_args()
-    setup, shapes = EngineSetup.timed(options), TINY_SHAPES if options.tiny else SHAPES
+    setup = replace(EngineSetup.timed(options), environment=OWN_PROCESS)
+    shapes = TINY_SHAPES if options.tiny else SHAPES
     setup.folder.mkdir(parents=True, exist_ok=True)
     limits = ceilings(setup, options.tp, options.tiny)
     content: dict[str, Any] = {"folder": str(setup.folder), "model": setup.kind, "tp": options.tp, "shapes": shapes}
