@@ -95,33 +95,34 @@ class SegmentFiles(OpenSegments):
         self._flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
         super().__init__(before_close, submit)
 
-    def create(self, header: SegmentHeader) -> None:
-        """Make a whole segment of empty slots. One that exists with this very header will do.
+    def create(self, header: SegmentHeader) -> bool:
+        """Make a whole segment of empty slots. Return False if there is a file of its name.
 
         Raises TierUnavailable; its `is_full` tells whether space is what is missing.
         """
         try:
-            self._create(header)
+            return self._create(header)
         except TierUnavailable as fault:
             if not fault.is_full:
                 raise
             self.close_unlinked()  # their space becomes free; not before, because one of them may hang
-            self._create(header)
+            return self._create(header)
 
-    def _create(self, header: SegmentHeader) -> None:
+    def _create(self, header: SegmentHeader) -> bool:
         name = segment_name(header.set_id, header.part)
         with _unavailable(self.folder / name), folder_within(self.folder) as folder:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags
             try:
                 fd = with_descriptors(lambda: os.open(name, flags, 0o600, dir_fd=folder))
             except FileExistsError:
-                return
+                return False
             try:
                 self._fill_and_close(fd, header)
             except OSError:
                 with suppress(OSError):  # a sweep removes it
                     os.unlink(name, dir_fd=folder)
                 raise
+            return True
 
     def _fill_and_close(self, fd: int, header: SegmentHeader) -> None:
         try:

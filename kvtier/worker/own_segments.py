@@ -19,11 +19,11 @@ from kvtier.index.base import UNOWNED, Location, slots_used
 from kvtier.maintenance.sweep_lease import SweepLease
 from kvtier.plan import SaveChunk, SavePlan
 from kvtier.runtime.repeated_log import RepeatedLog
-from kvtier.storage.open_segments import OpenSegment
+from kvtier.storage.open_segments import Name, OpenSegment
 from kvtier.storage.segments import SegmentFiles, segment_name
 from kvtier.worker.context import WorkerContext
 
-ACCEPTED_MAX = 64  # sets that are remembered to have visible records
+ACCEPTED_MAX = 512  # files that are remembered to have visible records
 UNPUBLISHED_MAX = 4096  # records whose saves failed that are remembered until they are erased
 
 
@@ -33,7 +33,7 @@ class OwnSegments:
     Args:
         writes: content of a record of this rank.
 
-    whole: content of the records of all ranks. accepted: sets in which the index took records. unpublished:
+    whole: content of the records of all ranks. accepted: files in which the index took records. unpublished:
     (namespace, set, slot) of records to erase, because their saves failed.
     """
 
@@ -43,7 +43,7 @@ class OwnSegments:
         self.whole = worker.geometry.whole
         self.slab_bytes = slab_bytes(worker.codec, worker.geometry, writes)
         self.record_bytes = record_bytes(writes, self.slab_bytes)
-        self.accepted: deque[int] = deque(maxlen=ACCEPTED_MAX)
+        self.accepted: deque[Name] = deque(maxlen=ACCEPTED_MAX)
         self.unpublished: deque[tuple[bytes, int, int]] = deque(maxlen=UNPUBLISHED_MAX)
         self._log = RepeatedLog(worker.clock)
 
@@ -57,9 +57,12 @@ class OwnSegments:
         try:
             leased = files.lease(chunk.set_id, part, for_writing=True)
             if leased is None:
-                files.create(header)
+                new = {(chunk.set_id, part)} if files.create(header) else set[Name]()
+                with suppress(ValueError):  # the file that had those records was removed
+                    for file in new:
+                        self.accepted.remove(file)
                 with suppress(IndexUnavailable):  # the records wait for the index anyway, to be published
-                    self._leave_unknown(files, {chunk.set_id})
+                    self._leave_unknown(files, {chunk.set_id}, new)
                 leased = files.lease(chunk.set_id, part, for_writing=True)
         except TierUnavailable:
             # A reset removes the set with its namespace's folder, which is no fault of the storage.
@@ -105,10 +108,13 @@ class OwnSegments:
             self._cut(files, set_id, [location for location in written if location.set_id == set_id])
         return ours
 
-    def _leave_unknown(self, files: SegmentFiles, set_ids: Collection[int]) -> tuple[set[int], set[int]]:
-        """Return the sets that are ours and those that were taken over; see `leave`. Nothing is unlinked of a set that
-        was taken over, for it is counted, and is removed with its other records; nor touched when the index was lost,
-        for its rebuild may be reading the segment. That is asked twice: it may be lost between the two questions."""
+    def _leave_unknown(
+        self, files: SegmentFiles, set_ids: Collection[int], new: Collection[Name] = ()
+    ) -> tuple[set[int], set[int]]:
+        """Return the sets that are ours and those that were taken over; see `leave`. new: files made just now, without
+        records. Nothing is unlinked of a set that was taken over, for it is counted, and is removed with its other
+        records; nor touched when the index was lost, for its rebuild may be reading the segment. That is asked twice:
+        it may be lost between the two questions."""
         index = self._worker.index
         was_lost = index.was_reset
         known = index.some_sets(set_ids)
@@ -116,10 +122,13 @@ class OwnSegments:
         ours = {info.set_id for info in known if info.owner != UNOWNED}
         if was_lost or index.was_reset:
             return ours, set()
-        # The index had accepted records of the others. Such a set was removed, and its remover unlinks the files,
-        # or the index went back to an earlier state, and its rebuild reads the files.
-        for set_id in sorted(unknown - set(self.accepted)):
-            self._unlink(files, set_id)
+        # The index had accepted records of the other files. Their set was removed, and its remover unlinks them, or the
+        # index went back to an earlier state, and its rebuild reads them.
+        accepted = set(self.accepted).difference(new)
+        for set_id in sorted(unknown):
+            parts = [part for part in parts_of(set_id, self._worker.share.rank) if (set_id, part) not in accepted]
+            if parts:
+                self._unlink(files, set_id, parts)
         return ours, {info.set_id for info in known} - ours
 
     def note_unpublished(self, namespace: bytes, chunks: Iterable[SaveChunk]) -> None:
@@ -185,13 +194,13 @@ class OwnSegments:
         except (Corrupt, TierUnavailable) as fault:
             self._log.warning("trim", "segment set %016x is not trimmed: %s", set_id, fault)
 
-    def _unlink(self, files: SegmentFiles, set_id: int) -> None:
+    def _unlink(self, files: SegmentFiles, set_id: int, parts: Collection[int]) -> None:
         # A reset removes the sets of the namespace that the engine leaves; the scheduler's half logs losses. Until the
         # engine's next heartbeat, each chunk that is saved comes here again.
         text = "segment set %016x was removed before all of it was written, as after a reset; late records are dropped"
         self._log.line(logging.INFO, f"removed {set_id}", text, set_id)
         try:
-            for part in parts_of(set_id, self._worker.share.rank):
+            for part in parts:
                 files.unlink(set_id, part)
         except TierUnavailable as fault:
             self._log.warning(

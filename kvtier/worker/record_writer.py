@@ -349,7 +349,7 @@ class RecordWriter:
             records.append(NewRecord(item.chunk.key, item.location, whole))
             set_ids.add(item.chunk.set_id)
         if self._worker.index.publish(records) == len(records):
-            self.segments.accepted += set_ids.difference(self.segments.accepted)
+            self.segments.accepted += {item.file for item in written}.difference(self.segments.accepted)
             return set_ids
         return self.segments.leave(written[0].plan.namespace, [record.location for record in records])
 

@@ -8,13 +8,15 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from kvtier.errors import IndexUnavailable
 from kvtier.eviction.set_removal import Remover
+from kvtier.index.base import SetInfo
 from kvtier.index.memory import MemoryIndex
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import file_descriptors
@@ -103,6 +105,35 @@ def test_an_index_that_lost_its_content_closes_nothing(tmp_path: Path, monkeypat
     monkeypatch.setattr(MemoryIndex, "was_reset", property(lambda self: False))
     worker.close_removed()
     assert not worker.files.open_sets()
+
+
+@pytest.mark.parametrize("index_is_away", [False, True])
+def test_a_writer_leaves_no_file_of_a_removed_set(
+    tmp_path: Path, index_is_away: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for dead, and its set evicted, records and all. The file that it then made for its next record was
+    in no index and no budget (seed 9 of the simulation, 1,000 steps of random)."""
+    engine = Engine(tmp_path)
+    assert {answer.outcome for answer in engine.save(tokens_of(1), BLOCKS)} == SAVED
+    (path,) = tmp_path.glob("v2/*/*.kvseg")
+    plan = engine.plan(tokens_of(2), BLOCKS)
+    assert {chunk.set_id for chunk in plan.chunks} == {int(path.name[:16], 16)}
+    index, (transfer,) = engine.store._keeper._index, engine.transfers
+    Remover(index, tmp_path / "v2").remove(index.some_sets([plan.chunks[0].set_id])[0])
+    files, ask = transfer._worker.files(engine.namespace.id), transfer._worker.index.some_sets
+    made: list[int] = []
+
+    def answer_later(set_ids: Collection[int]) -> list[SetInfo]:
+        made.append(files.file_bytes(plan.chunks[0].set_id, 0))
+        if len(made) == 1 and index_is_away:
+            raise IndexUnavailable("away")
+        return ask(set_ids)
+
+    monkeypatch.setattr(transfer._worker.index, "some_sets", answer_later)
+    transfer.save(plan)
+    assert transfer.drain(20)
+    assert {answer.outcome for answer in transfer.poll().saves} == {SaveOutcome.FAILED}
+    assert made[0] > 0 and not path.exists()
 
 
 @pytest.mark.parametrize("number", [errno.EBADF, errno.EIO])

@@ -350,5 +350,5 @@ def test_a_set_that_is_gone_is_told_of_once(tmp_path: Path, caplog: pytest.LogCa
     engine = Engine(tmp_path)
     worker, segments = engine.transfers[0]._worker, engine.transfers[0]._saver.writer.segments
     for _ in range(3):
-        segments._unlink(worker.files(engine.store.namespace_id), 5)
+        segments._unlink(worker.files(engine.store.namespace_id), 5, [0])
     assert caplog.text.count("segment set 0000000000000005 was removed") == 1
