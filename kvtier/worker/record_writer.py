@@ -180,7 +180,8 @@ class RecordWriter:
             return False
         stuck, staged, left = list[Staged](), list[Staged](), list[Staged]()
         n_seen = 0
-        for n_seen, item in enumerate(self.ready, 1):
+        for item in self.ready:
+            n_seen += 1
             if item.file in hung:
                 stuck.append(item)
             elif (
