@@ -16,7 +16,6 @@ from cuda_double import CudaDouble
 from hang import HungRead
 from records import PIECE_BYTES, TIMEOUT_S, Record, finished, written
 
-COPYING_BYTES_MAX = 24 << 20  # device_stage.h
 DEVICE = DeviceRing(0, PIECE_BYTES, 2)
 
 
@@ -126,38 +125,6 @@ def test_one_read_is_cut_over_the_threads(cuda: CudaDouble, fd: int) -> None:
         cuda.open_gate()
         assert finished(batch)[0].ok and holds(target, record)
         assert cuda.copies() - before == 8
-
-
-def test_a_copy_of_the_model_s_step_waits_behind_few_bytes(cuda: CudaDouble, fd: int) -> None:
-    """All slots of all threads were on their way to the GPU at once."""
-    piece_bytes = 6 << 20
-    (record,) = stored(fd, 1, 12 * piece_bytes, 1)
-    (target,) = targets_of([record])
-    with Ring(4, PIECE_BYTES, device=DeviceRing(0, piece_bytes, 3)) as ring:
-        cuda.close_gate()
-        batch = ring.submit([device_op(record, fd, target)])
-        cuda.wait_until_copying(COPYING_BYTES_MAX // piece_bytes)
-        time.sleep(0.1)  # all threads could have read into all their slots
-        assert cuda.copying() == COPYING_BYTES_MAX // piece_bytes
-        cuda.open_gate()
-        assert finished(batch)[0].ok and holds(target, record)
-
-
-def test_a_device_that_is_late_is_not_taken_for_a_file_that_hangs(cuda: CudaDouble, fd: int) -> None:
-    """Threads that wait until they may copy have read their file: none stands in for them, with slots of its own."""
-    piece_bytes = 6 << 20
-    (record,) = stored(fd, 1, 12 * piece_bytes, 1)
-    (target,) = targets_of([record])
-    with Ring(4, PIECE_BYTES, device=DeviceRing(0, piece_bytes, 3)) as ring:
-        opened = cuda.outstanding()
-        cuda.close_gate()
-        batch = ring.submit([device_op(record, fd, target)])
-        cuda.wait_until_copying(COPYING_BYTES_MAX // piece_bytes)
-        time.sleep(0.2)  # until all threads have read what they may not copy yet
-        ring.widen(0.1)
-        assert cuda.outstanding() == opened
-        cuda.open_gate()
-        assert finished(batch)[0].ok and holds(target, record)
 
 
 def test_reads_for_host_and_device_and_writes_in_one_batch(cuda: CudaDouble, fd: int) -> None:

@@ -5,36 +5,8 @@
 #include <utility>
 
 namespace kvtier {
-
-bool CopyGate::pass(CuEvent event, uint64_t bytes, const std::function<bool()>& issue) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  remove(event);
-  while (!under_way_.empty() && bytes_ + bytes > kCopyingBytesMax) {
-    driver_.cuEventSynchronize(under_way_.front().event);  // its stage meets a failure as well, and reports it
-    remove(under_way_.front().event);
-  }
-  if (!issue()) return false;
-  under_way_.push_back({event, bytes});
-  bytes_ += bytes;
-  return true;
-}
-
-void CopyGate::forget(CuEvent event) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  remove(event);
-}
-
-void CopyGate::remove(CuEvent event) {
-  const auto is_its = [&](const Copy& copy) { return copy.event == event; };
-  const auto found = std::find_if(under_way_.begin(), under_way_.end(), is_its);
-  if (found == under_way_.end()) return;
-  bytes_ -= found->bytes;
-  under_way_.erase(found);
-}
-
-DeviceStage::DeviceStage(std::shared_ptr<PinnedBuffer> pool, std::shared_ptr<CopyGate> gate, uint8_t* slots,
-                         uint32_t n_slots, uint64_t slot_bytes)
-    : pool_(std::move(pool)), gate_(std::move(gate)), driver_(pool_->context().driver) {
+DeviceStage::DeviceStage(std::shared_ptr<PinnedBuffer> pool, uint8_t* slots, uint32_t n_slots, uint64_t slot_bytes)
+    : pool_(std::move(pool)), driver_(pool_->context().driver) {
   const CurrentContext current(pool_->context());
   try {
     // Non-blocking: a copy must not wait for the model's kernels on the legacy stream.
@@ -60,11 +32,8 @@ DeviceStage::~DeviceStage() {
 }
 
 void DeviceStage::destroy() {
-  for (Slot& slot : slots_) {
-    if (slot.event == nullptr) continue;
-    gate_->forget(slot.event);
-    driver_.cuEventDestroy(slot.event);
-  }
+  for (Slot& slot : slots_)
+    if (slot.event != nullptr) driver_.cuEventDestroy(slot.event);
   if (stream_ != nullptr) driver_.cuStreamDestroy(stream_);
 }
 
@@ -75,18 +44,15 @@ void DeviceStage::enter() {
     broken_ = true;
 }
 
-bool DeviceStage::read(const Run& run) {
+bool DeviceStage::send(Run& run) {
   if (broken_) {
     run.fail(EREMOTEIO);
     return false;
   }
-  read_run(run, free_slot().data);
-  return run.is_wanted();
-}
-
-bool DeviceStage::send(Run& run) {
-  Slot& slot = free_slot();
-  if (!gate_->pass(slot.event, run.bytes(), [&] { return copy(run, slot); })) {
+  Slot& slot = slots_[(oldest_ + in_flight_) % slots_.size()];
+  read_run(run, slot.data);
+  if (!run.is_wanted()) return false;
+  if (!copy(run, slot)) {
     run.fail(EREMOTEIO);
     settle();
     return false;
@@ -131,12 +97,10 @@ void DeviceStage::settle() {
 std::vector<std::unique_ptr<DeviceStage>> open_stages(int ordinal, uint32_t threads, uint32_t slots,
                                                       uint64_t slot_bytes) {
   const uint64_t thread_bytes = slots * slot_bytes;
-  auto context = std::make_shared<PrimaryContext>(ordinal);
-  auto gate = std::make_shared<CopyGate>(context->driver);
-  auto pool = std::make_shared<PinnedBuffer>(std::move(context), threads * thread_bytes);
+  auto pool = std::make_shared<PinnedBuffer>(std::make_shared<PrimaryContext>(ordinal), threads * thread_bytes);
   std::vector<std::unique_ptr<DeviceStage>> stages;
   for (uint32_t i = 0; i < threads; i++)
-    stages.push_back(std::make_unique<DeviceStage>(pool, gate, pool->data() + i * thread_bytes, slots, slot_bytes));
+    stages.push_back(std::make_unique<DeviceStage>(pool, pool->data() + i * thread_bytes, slots, slot_bytes));
   return stages;
 }
 

@@ -146,15 +146,9 @@ void Engine::work(std::unique_ptr<DeviceStage> stage, std::unique_ptr<Gaps> gaps
     lock.unlock();
     // Copies that have ended are reported before this thread reads or writes something else.
     while (copying && !stage->empty() && stage->oldest_is_done()) report(stage->finish_oldest(), writer);
-    const bool is_in_slot = perform(run, stage.get(), *gaps, writer);
+    perform(std::move(run), stage.get(), *gaps, writer);
     lock.lock();
     give_back(kind, fd);
-    if (!is_in_slot) continue;
-    lock.unlock();
-    // After the file was given back: it does not hang if the device is late. With copies in flight, the run is reported
-    // when they have ended.
-    if (!stage->send(run)) report(std::exchange(run, {}), writer);
-    lock.lock();
   }
   stand_ins_ -= stand_in;
   lock.unlock();
@@ -284,13 +278,13 @@ uint64_t Engine::piece_bytes(const Op& op) const {
   return op.spec.kind == kRead ? options_.read_piece_bytes : options_.write_piece_bytes;
 }
 
-bool Engine::perform(Run& run, DeviceStage* stage, Gaps& gaps, Writer& writer) {
+void Engine::perform(Run run, DeviceStage* stage, Gaps& gaps, Writer& writer) {
   if (run.is_wanted()) {
-    if (run.on_device() && stage->read(run)) return true;
+    // With copies in flight, the run is reported when they have ended.
+    if (run.on_device() && stage->send(run)) return;
     if (!run.on_device()) run.kind() == kRead ? land(run, gaps) : store(run.pieces.front(), writer);
   }
-  report(std::exchange(run, {}), writer);  // the last user of a batch frees it, not under mutex_
-  return false;
+  report(run, writer);
 }
 
 void Engine::report(const Run& run, Writer& writer) {

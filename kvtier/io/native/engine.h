@@ -85,7 +85,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void drop_queued(Batch& batch);
   // Without it:
   uint64_t piece_bytes(const Op& op) const;
-  bool perform(Run& run, DeviceStage* stage, Gaps& gaps, Writer& writer);  // true: read for the device, to be sent
+  void perform(Run run, DeviceStage* stage, Gaps& gaps, Writer& writer);
   void report(const Run& run, Writer& writer);
   void land(const Run& run, Gaps& gaps);
   void store(const Piece& piece, Writer& writer);
