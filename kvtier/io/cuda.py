@@ -1,13 +1,27 @@
-"""CUDA driver calls without torch: driver version, capture mode of a thread, page-locked host memory.
+"""CUDA driver calls without torch: driver version, capture mode of a thread, page-locked host memory, launches.
 
 `libcuda.so.1` is loaded at the first call. Importing this module does not need it.
 """
 
 import ctypes
 import errno
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvtier.errors import TierUnavailable
 from kvtier.io.native import Message, library
+
+ARGUMENTS_MAX = 16  # of a kernel
+_LAUNCH = struct.Struct(f"<9Q5I4x{ARGUMENTS_MAX}Q")  # LaunchSpec of native/launch.h
+
+
+class Copy(NamedTuple):
+    """Bytes to be copied between pinned host memory and the device."""
+
+    host: int = 0
+    device: int = 0
+    n_bytes: int = 0
 
 
 def driver_version() -> int | None:
@@ -55,3 +69,30 @@ def unpin(address: int) -> None:
         raise ValueError(f"nothing is pinned at {address:#x}")
     if error:
         raise TierUnavailable(f"host memory cannot be unpinned: {message.of(error)}")
+
+
+def launch(
+    function: int,
+    grid: tuple[int, int, int],
+    program: tuple[int, int],
+    arguments: Sequence[int],
+    stream: int,
+    event: int,
+    table: Copy,
+    answer: Copy = Copy(),  # noqa: B008
+) -> None:
+    """Copy a table to the device, launch a kernel, copy its answer back and record an event, on one stream of the
+    current device, without waiting for it.
+
+    function, stream, event: handles of the driver, which are also those of torch. grid: with a 0 in it no kernel is
+    launched. program: its threads and bytes of shared memory. arguments: addresses and integers, at most ARGUMENTS_MAX.
+
+    Raises TierUnavailable with CUDA's error: part of it may be under way on the stream.
+    """
+    padding = (0,) * (ARGUMENTS_MAX - len(arguments))
+    message = Message()
+    error = library.kvtier_cuda_launch(
+        _LAUNCH.pack(stream, event, function, *table, *answer, *grid, *program, *arguments, *padding), *message.room
+    )
+    if error:
+        raise TierUnavailable(f"a kernel cannot be launched: {message.of(error)}")

@@ -77,6 +77,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("kvtier_cuda_load", None, [c.c_char_p]),
         ("kvtier_cuda_version", c.c_int, [c.POINTER(c.c_int), c.c_char_p, c.c_size_t]),
         ("kvtier_cuda_relax_thread", c.c_int, [c.c_char_p, c.c_size_t]),
+        ("kvtier_cuda_launch", c.c_int, [c.c_char_p, c.c_char_p, c.c_size_t]),
         ("kvtier_cuda_pin", c.c_int, [c.c_void_p, c.c_size_t, c.c_int, c.c_char_p, c.c_size_t]),
         ("kvtier_cuda_unpin", c.c_int, [c.c_void_p, c.c_char_p, c.c_size_t]),
     ):

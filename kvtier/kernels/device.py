@@ -24,6 +24,7 @@ from kvtier.format.geometry import PAGE_BYTES
 from kvtier.kernels.launch import on_device, pin_tables, to_device
 from kvtier.kernels.move_table import Alike, PageTable, alike
 from kvtier.kernels.paged import Move, PagedKV, Patch
+from kvtier.kernels.table_kernel import TableAt, TableKernel, Words
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _VECTOR_BYTES = 16  # the widest access of one thread
@@ -166,6 +167,7 @@ class DevicePages:
         self._bits = self._table.bits | self._rows[0] | self._rows[1]
         block_words = pages.layers[0].k.shape[2] * pages.block_tokens * max(self._rows) // 8
         self._tiling = tiling._replace(words=min(tiling.words, 1 << max(block_words - 1, 0).bit_length()))
+        self._kernels: dict[tuple[int, bool], TableKernel] = {}  # by alignment, and whether to pages
         pin_tables(self._device)
         with on_device(self._device):
             self._planes = to_device(self._table.planes.reshape(-1), self._device)
@@ -195,7 +197,7 @@ class DevicePages:
         with on_device(self._device):
             for group, table in tables:
                 bits = self._bits | group.shape[1] | int(np.bitwise_or.reduce(table[:, 0], initial=0))
-                self._launch(group, to_device(table.reshape(-1), self._device), bits, to_pages)
+                self._launch(group, table.reshape(-1), bits, to_pages)
 
     def _rows_of(self, group: Alike, all_moves: Sequence[Move], to_pages: bool) -> npt.NDArray[np.int64]:
         """Return the table of the moves that the kernel reads, (moves, 2 + n_blocks)."""
@@ -209,19 +211,30 @@ class DevicePages:
             raise ValueError(f"{patch} of {n_blocks} blocks is out of range of pages or of slabs {tuple(group.shape)}")
         return self._table.rows(moves, to_pages)
 
-    def _launch(self, group: Alike, table: torch.Tensor, bits: int, to_pages: bool) -> None:
+    def _launch(self, group: Alike, table: Words, bits: int, to_pages: bool) -> None:
         """bits: all addresses, strides and sizes, one upon the other, which says what they are multiples of."""
         alignment = _alignment(bits)
+        k_row, v_row = (row // min(alignment, 8) for row in self._rows)
+        patch = group.patch
+        tiles = -(-patch.n_heads * self._pages.block_tokens * max(k_row, v_row) // self._tiling.words)
+        planes = 2 if v_row else 1
+        kernel = self._kernels.get((alignment, to_pages)) or self._kernel(alignment, to_pages)
+        arguments = (
+            self._planes, TableAt(0), patch.page_layer, patch.slab_layer, patch.page_head, patch.n_heads,
+            group.n_blocks, group.shape[1],
+        )  # fmt: skip
+        kernel.launch(
+            (tiles * planes * group.n_blocks, patch.n_layers, len(group.places)), arguments, table, self._device
+        )
+
+    def _kernel(self, alignment: int, to_pages: bool) -> TableKernel:
         word_bytes = min(alignment, 8)
         k_row, v_row = (row // word_bytes for row in self._rows)
-        patch, tokens, (tile, warps) = group.patch, self._pages.block_tokens, self._tiling
-        tiles = -(-patch.n_heads * tokens * max(k_row, v_row) // tile)
-        planes = 2 if v_row else 1
-        _move[(tiles * planes * group.n_blocks, patch.n_layers, len(group.places))](
-            self._planes, table, patch.page_layer, patch.slab_layer, patch.page_head, patch.n_heads, group.n_blocks,
-            group.shape[1], k_row, v_row, tokens, _WORDS[word_bytes], word_bytes, alignment // word_bytes,
-            to_pages, tile, num_warps=warps,
-        )  # fmt: skip
+        constants = {"K_ROW": k_row, "V_ROW": v_row, "BLOCK_TOKENS": self._pages.block_tokens, "TO_PAGES": to_pages}
+        constants |= {"WORD": _WORDS[word_bytes], "WORD_BYTES": word_bytes, "VECTOR": alignment // word_bytes}
+        tile, warps = self._tiling
+        kernel = TableKernel(_move, TILE=tile, num_warps=warps, **constants)
+        return self._kernels.setdefault((alignment, to_pages), kernel)
 
     def _prepare(self) -> None:
         """Compiles and loads both kernels, by launches of nothing: neither is for an engine's thread between forwards.
@@ -230,7 +243,7 @@ class DevicePages:
         nothing = Alike(Patch(0, 0, 0, 0, 0), torch.Size((0, PAGE_BYTES)), 0, [])
         with on_device(self._device):
             for to_pages in (False, True):
-                self._launch(nothing, self._planes, self._bits | PAGE_BYTES, to_pages)
+                self._launch(nothing, np.zeros(1, np.int64), self._bits | PAGE_BYTES, to_pages)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
 

@@ -9,6 +9,7 @@ keeps to its places of the page, and mixes only once a page, for the part over t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import NamedTuple
@@ -21,8 +22,9 @@ import triton.language as tl
 
 from kvtier.format.checksum import PAIRS_PER_PAGE
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.kernels.launch import ToHost, on_device, pin_tables, to_device
+from kvtier.kernels.launch import on_device, pin_tables
 from kvtier.kernels.paged import SlabRun, plain_slabs
+from kvtier.kernels.table_kernel import Answer, TableAt, TableKernel
 
 _ALIGNMENT = 16  # of the widest load of a thread, which the kernel relies on
 _GOLDEN64 = np.uint64(0x9E3779B97F4A7C15)
@@ -137,14 +139,16 @@ class _Described(NamedTuple):
 class PendingSums:
     """Checksums on their way to the host. The summed bytes must not change until then."""
 
-    def __init__(self, sums: torch.Tensor, runs: Sequence[SlabRun], places: Sequence[int]) -> None:
-        """sums: (n,) int64 on the device; places: where the sums of each run start in it."""
+    def __init__(self, answers: Sequence[Answer], runs: Sequence[SlabRun], places: Sequence[int]) -> None:
+        """answers: sums, one after another; places: where the sums of each run start in them."""
         self._runs, self._places = runs, places  # the runs are kept, because a launch does not keep their memory
-        self._sums = ToHost([sums], sums.device)
+        self._answers = answers
 
     def wait(self) -> list[tuple[int, ...]]:
         """One checksum a slab, a tuple for each run. Sleeps until the device is done, without the interpreter lock."""
-        (sums,) = (found.tolist() for found in self._sums.wait())
+        sums: list[int] = []
+        for answer in self._answers:
+            sums += answer.wait().view(np.uint64).tolist()
         return [
             tuple(sums[place : place + run.slabs.shape[0]]) for run, place in zip(self._runs, self._places, strict=True)
         ]
@@ -156,7 +160,7 @@ def slab_checksums(runs: Sequence[SlabRun], walk: Walk = WALKS[0]) -> PendingSum
     slabs of each run: (n_slabs, slab_bytes) uint8, contiguous, slab_bytes whole pages. Raises ValueError.
     """
     if not runs:
-        return PendingSums(torch.zeros(0, dtype=torch.int64), (), ())
+        return PendingSums((), (), ())
     device, described = runs[0].slabs.device, []
     for run in runs:
         address, n_slabs, size = plain_slabs(run.slabs, device)
@@ -170,15 +174,14 @@ def slab_checksums(runs: Sequence[SlabRun], walk: Walk = WALKS[0]) -> PendingSum
     for number, start in zip(order, starts[:-1], strict=True):
         places[number] = start
     with on_device(device):
-        return PendingSums(_launch(ordered, starts, walk, device), runs, places)
+        return PendingSums(_launch(ordered, walk, device), runs, places)
 
 
 def prepare(device: torch.device) -> None:
     """Compiles and loads the kernel and has memory for tables pinned, for which else the first load would wait."""
     pin_tables(device)
     with on_device(device):
-        table = torch.zeros(2, dtype=torch.int64, device=device)
-        _sum_pages[(0,)](table, table, 1, 1, PAIRS_PER_PAGE, WALKS[0].pages, WALKS[0].step, num_warps=WALKS[0].warps)
+        _kernel(WALKS[0]).launch((0, 1, 1), (TableAt(0), TableAt(0), 1, 1), np.zeros(1, np.int64), device)
 
 
 def slab_seeds(keys: bytes, first_head: int, n_heads: int, first_layer: int) -> npt.NDArray[np.uint64]:
@@ -210,18 +213,18 @@ def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _launch(described: Sequence[_Described], starts: Sequence[int], walk: Walk, device: torch.device) -> torch.Tensor:
-    """(slabs,) int64: the sums. described: slabs of equal size side by side. starts: the first of each, and the end."""
-    table = to_device(_slab_table(described).reshape(-1), device)
-    sums = torch.zeros(starts[-1], dtype=torch.int64, device=device)
-    first = 0
-    for size, alike in groupby(each.slab_bytes for each in described):
-        last = first + len(list(alike))
-        start, n_slabs = starts[first], starts[last] - starts[first]
-        n_parts = -(-size // (PAGE_BYTES * walk.pages))
-        _sum_pages[(n_slabs * n_parts,)](
-            table[2 * start :], sums[start:], size // PAGE_BYTES, n_parts, PAIRS_PER_PAGE, walk.pages, walk.step,
-            num_warps=walk.warps,
-        )  # fmt: skip
-        first = last
-    return sums
+@cache
+def _kernel(walk: Walk) -> TableKernel:
+    return TableKernel(_sum_pages, PAIRS=PAIRS_PER_PAGE, PAGES=walk.pages, STEP=walk.step, num_warps=walk.warps)
+
+
+def _launch(described: Sequence[_Described], walk: Walk, device: torch.device) -> list[Answer]:
+    """Return the sums, an answer for each size of slab. described: slabs of equal size side by side."""
+    answers = []
+    for size, alike in groupby(described, attrgetter("slab_bytes")):
+        slabs = _slab_table(list(alike)).reshape(-1)
+        n_slabs, n_parts = len(slabs) // 2, -(-size // (PAGE_BYTES * walk.pages))
+        table = np.concatenate([slabs, np.zeros(n_slabs, np.int64)])  # the sums start at 0
+        arguments = TableAt(0), TableAt(2 * n_slabs), size // PAGE_BYTES, n_parts
+        answers.append(_kernel(walk).launch((n_slabs * n_parts, 1, 1), arguments, table, device, n_answer=n_slabs))
+    return answers

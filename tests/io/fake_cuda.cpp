@@ -356,6 +356,33 @@ EXPORT int cuMemcpyHtoDAsync_v2(uint64_t target, const void* source, size_t byte
   return 0;
 }
 
+EXPORT int cuMemcpyDtoHAsync_v2(uint64_t target, uint64_t source, size_t bytes, Stream* stream) {
+  BEGIN("cuMemcpyDtoHAsync");
+  if (current() == nullptr) return kInvalidContext;
+  if (!is_registered(target, bytes)) w.faults++;
+  w.copying.emplace_back(source, source + bytes);
+  stream->work.push_back({[target, source, bytes] { copy(target, source, bytes); }});
+  w.changed.notify_all();
+  return 0;
+}
+
+// A kernel is a function of the host that gets the addresses of its arguments.
+EXPORT int cuLaunchKernel(void (*kernel)(void**), unsigned x, unsigned y, unsigned z, unsigned threads, unsigned,
+                          unsigned, unsigned, Stream* stream, void** arguments, void**) {
+  BEGIN("cuLaunchKernel");
+  if (current() == nullptr) return kInvalidContext;
+  if (x == 0 || y == 0 || z == 0 || threads == 0) return kInvalidValue;
+  std::vector<uint64_t> values;  // the driver copies them before it returns
+  for (int i = 0; i < 16; i++) values.push_back(*static_cast<uint64_t*>(arguments[i]));
+  stream->work.push_back({[kernel, values]() mutable {
+    std::vector<void*> places;
+    for (uint64_t& value : values) places.push_back(&value);
+    kernel(places.data());
+  }});
+  w.changed.notify_all();
+  return 0;
+}
+
 // CUDA_MEMCPY2D; only what goes from host to device.
 struct Rows {
   size_t source_x, source_y;

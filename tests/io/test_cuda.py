@@ -1,6 +1,8 @@
-"""Pinning and the driver's version, over a double of CUDA's driver and without any."""
+"""Pinning, launches and the driver's version, over a double of CUDA's driver and without any."""
 
+import ctypes
 import threading
+from typing import Any, Self
 
 import pytest
 
@@ -13,6 +15,7 @@ from kvtier.io.ring import AlignedBuffer
 from cuda_double import CudaDouble
 
 N_BYTES = 16 * PAGE_BYTES
+N = 100  # words of a table
 STILL_PINNED: list[AlignedBuffer] = []
 
 
@@ -121,3 +124,90 @@ def test_without_a_driver(path: str, reason: str) -> None:
             cuda_driver.pin(AlignedBuffer(N_BYTES).address, N_BYTES, 0)
     finally:
         library.kvtier_cuda_load(None)
+
+
+def test_a_launch_brings_its_table_and_fetches_its_answer_in_order(cuda: CudaDouble) -> None:
+    """The copies are late: a kernel that did not wait for its table, or an answer taken too early, would be wrong."""
+    with Stream(cuda) as stream:
+        for factor in (1, 3):
+            stream.host[:N] = range(factor, factor * (N + 1), factor)
+            stream.launch((N, 1, 1))
+            assert stream.host[N] == -7, "waited"
+            stream.wait()
+            assert stream.host[N] == factor * N * (N + 1) // 2
+            stream.host[N] = -7
+
+
+def test_a_launch_of_an_empty_grid_brings_the_table_alone(cuda: CudaDouble) -> None:
+    with Stream(cuda) as stream:
+        stream.host[:N] = range(N)
+        stream.launch((N, 0, 1))
+        stream.wait()
+        assert stream.device[:N] == list(range(N))
+        assert stream.host[N] == 0, "the answer's place on the device, which no kernel has written"
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync", "cuLaunchKernel", "cuMemcpyDtoHAsync", "cuEventRecord"])
+def test_a_launch_that_fails_says_which_call_failed(cuda: CudaDouble, call: str) -> None:
+    with Stream(cuda) as stream:
+        cuda.fail(call)
+        with pytest.raises(TierUnavailable, match=f"cannot be launched: {call}: CUDA_ERROR_OUT_OF_MEMORY"):
+            stream.launch((N, 1, 1))
+        stream.drain()
+
+
+class Stream:
+    """A stream and an event of the double, N words of a table behind which there is room for an answer, the same on the
+    device, and a kernel that adds the table up."""
+
+    def __init__(self, cuda: CudaDouble) -> None:
+        self._driver, self._cuda = ctypes.CDLL(str(cuda.path)), cuda
+        self._buffer = AlignedBuffer(PAGE_BYTES)
+        words = ctypes.c_int64 * (N + 1)
+        self.host, self.device = words.from_address(self._buffer.address), words()
+        self._stream, self._event = ctypes.c_void_p(), ctypes.c_void_p()
+
+        @ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.POINTER(ctypes.c_uint64)))
+        def add_up(arguments: Any) -> None:
+            table, answer, count = (arguments[number][0] for number in range(3))
+            assert not any(arguments[number][0] for number in range(3, 16)), "scratch that Triton adds is null"
+            numbers = (ctypes.c_int64 * count).from_address(table)
+            ctypes.c_int64.from_address(answer).value = sum(numbers)
+
+        self._kernel = add_up
+
+    def __enter__(self) -> Self:
+        self._cuda.enter()
+        self.host[N] = -7
+        cuda_driver.pin(self._buffer.address, PAGE_BYTES, 0)
+        assert self._driver.cuStreamCreate(ctypes.byref(self._stream), 1) == 0
+        assert self._driver.cuEventCreate(ctypes.byref(self._event), 0) == 0
+        self._cuda.delay(0.02)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._driver.cuEventDestroy_v2(self._event)
+        self._driver.cuStreamDestroy_v2(self._stream)
+        cuda_driver.unpin(self._buffer.address)
+        self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+    def launch(self, grid: tuple[int, int, int]) -> None:
+        host, device = ctypes.addressof(self.host), ctypes.addressof(self.device)
+        function = ctypes.cast(self._kernel, ctypes.c_void_p).value
+        assert function is not None and self._stream.value is not None and self._event.value is not None
+        cuda_driver.launch(
+            function,
+            grid,
+            (128, 0),
+            (device, device + 8 * N, N),
+            self._stream.value,
+            self._event.value,
+            cuda_driver.Copy(host, device, 8 * N),
+            cuda_driver.Copy(host + 8 * N, device + 8 * N, 8),
+        )
+
+    def wait(self) -> None:
+        assert self._driver.cuEventSynchronize(self._event) == 0
+
+    def drain(self) -> None:
+        assert self._driver.cuStreamSynchronize(self._stream) == 0

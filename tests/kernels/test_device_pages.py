@@ -1,6 +1,6 @@
 """The Triton gather and scatter against the torch reference: every byte of pages and slabs, and around them."""
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvtier.format.geometry import padded
 from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch, gather, scatter
+from kvtier.kernels.table_kernel import Answer, TableKernel
 from tests.kernels.device_pages import GUARD, LAYOUTS, Cache, noise
 from tests.kernels.device_rig import DEVICE, device
 
@@ -202,17 +203,17 @@ def test_slabs_that_are_off_are_moved_in_narrower_words(
     monkeypatch: pytest.MonkeyPatch, shift: int, width: int
 ) -> None:
     """A GPU faults on an access that is not aligned; a CPU, and so the interpreter, does not care."""
+    launches: list[dict[str, int]] = []
+
+    class Recorder(TableKernel):
+        def launch(self, *arguments: Any, **options: Any) -> Answer:
+            launches.append(self._constants)
+            return super().launch(*arguments, **options)
+
+    monkeypatch.setattr(device, "TableKernel", Recorder)
     cache = Cache("B2NHD")
     mover = device.DevicePages(cache.pages(noise(cache.n_bytes, 1)))
     slabs = [noise(2 * 16384 + GUARD, 2)[off : off + 2 * 16384].view(2, 16384) for off in (0, shift)]
-    launches: list[dict[str, int]] = []
-
-    class Recorder:
-        names = device._move.arg_names
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *values, num_warps: launches.append(dict(zip(self.names, values, strict=True)))
-
-    monkeypatch.setattr(device, "_move", Recorder())
+    launches.clear()
     mover.gather([Move(GOOD, (1, 2), each) for each in slabs])
     assert [launch["WORD_BYTES"] * launch["VECTOR"] for launch in launches] == [width]

@@ -68,6 +68,17 @@ def test_sums_are_started_without_waiting() -> None:
     assert [found.wait()[0] for found in pending] == [quiet[n:] for n in range(8)]
 
 
+def test_a_table_larger_than_a_slot_and_answers_that_nobody_waits_for() -> None:
+    slabs = noise(6000 * 4096, 4).view(6000, 4096)
+    halves = [SlabRun(slabs[first : first + 3000], bytes(16), first, 0) for first in (0, 3000)]
+    wanted = [device_checksum.slab_checksums([half]).wait()[0] for half in halves]
+    for _ in range(40):
+        device_checksum.slab_checksums(halves[:1])
+    assert device_checksum.slab_checksums(halves).wait() == wanted
+    (whole,) = device_checksum.slab_checksums([SlabRun(slabs, bytes(16), 0, 0)]).wait()
+    assert whole == wanted[0] + wanted[1]
+
+
 def test_waiting_for_sums_waits_for_their_own_stream() -> None:
     slabs = noise(4096, 2).view(1, 4096)
     device_checksum.prepare(slabs.device)

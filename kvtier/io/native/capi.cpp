@@ -11,6 +11,7 @@
 
 #include "checksum.h"
 #include "engine.h"
+#include "launch.h"
 #include "pinned.h"
 #include "range_job.h"
 
@@ -284,7 +285,7 @@ EXPORT int64_t kvtier_resident_bytes(int fd, uint64_t offset, uint64_t length) {
   return resident_bytes(fd, offset, length);
 }
 
-// --- pinning ---
+// --- CUDA ---
 
 // For tests: replaces the driver by another library; null: the host's driver.
 EXPORT void kvtier_cuda_load(const char* path) { use_cuda_library(path); }
@@ -304,6 +305,10 @@ EXPORT int kvtier_cuda_relax_thread(char* message, size_t message_bytes) {
     int mode = kCudaRelaxedCapture;
     driver.check(driver.cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode");
   });
+}
+
+EXPORT int kvtier_cuda_launch(const LaunchSpec* spec, char* message, size_t message_bytes) {
+  return without_exceptions(message, message_bytes, [&] { launch(*spec); });
 }
 
 // EEXIST: that address is pinned already.

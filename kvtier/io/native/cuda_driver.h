@@ -57,6 +57,11 @@ static_assert(sizeof(CuMemcpy2D) == 128, "the layout is CUDA's");
   FUNCTION(cuEventSynchronize, "", (CuEvent event))                                                        \
   FUNCTION(cuEventDestroy, "_v2", (CuEvent event))                                                         \
   FUNCTION(cuMemcpyHtoDAsync, "_v2", (uint64_t target, const void* source, size_t bytes, CuStream stream)) \
+  FUNCTION(cuMemcpyDtoHAsync, "_v2", (void* target, uint64_t source, size_t bytes, CuStream stream))       \
+  FUNCTION(cuLaunchKernel, "",                                                                             \
+           (void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x,         \
+            unsigned threads_y, unsigned threads_z, unsigned shared_bytes, CuStream stream,                \
+            void** arguments, void** extra))                                                               \
   FUNCTION(cuMemcpy2DAsync, "_v2", (const CuMemcpy2D* rows, CuStream stream))                              \
   FUNCTION(cuMemHostRegister, "_v2", (void* address, size_t bytes, unsigned flags))                        \
   FUNCTION(cuMemHostUnregister, "", (void* address))
