@@ -169,6 +169,8 @@ class CudaOrder:
     def _stream(self, name: str) -> torch.cuda.Stream:
         known: torch.cuda.Stream | None = getattr(self._own, name, None)
         if known is None:
-            known = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            # Sums and scatters are short and free slots: they do not wait for the model's kernels.
+            priority = -1 if name == "moving" else 0
+            known = torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
             setattr(self._own, name, known)
         return known

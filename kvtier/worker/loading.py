@@ -39,7 +39,9 @@ from kvtier.worker.record_reader import FetchFailed, FileReads, HeldSegments, Re
 if TYPE_CHECKING:
     from kvtier.worker.loads import Loader
 
-OPENED_TOGETHER = 8  # chunks of a load whose segments one task of the pool opens, or that are copied behind one mark
+# Chunks of a load whose segments one task of the pool opens, or that are copied behind one mark: as many as have
+# OPENED_BYTES, within these limits.
+OPENED_MIN, OPENED_MAX, OPENED_BYTES = 8, 32, 256 << 20
 _batch_of = attrgetter("reads.batch")
 # Most loaded chunks, and most bytes of them, that are being copied into the host arena; one chunk always may be. Chunks
 # beyond that are not copied. The checksums of the next chunks cross PCIe after these copies: with 256 MiB of copies a
@@ -165,7 +167,8 @@ class ChunkLoader:
         self._landing = None if self.reader.arena is worker.arena else self.reader.arena
         self._n_host_copies = 0  # under way
         self._host_copies_max = min(HOST_COPIES_MAX, max(1, HOST_COPIES_BYTES // worker.arena.slot_bytes))
-        self.begun_together = OPENED_TOGETHER if self._landing is None else 1
+        opened_together = max(OPENED_MIN, min(OPENED_MAX, OPENED_BYTES // worker.arena.slot_bytes))
+        self.begun_together = opened_together if self._landing is None else 1
         self.scattering = threading.Lock()
         self.is_stopped = False
 

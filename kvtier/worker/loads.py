@@ -33,7 +33,7 @@ from kvtier.worker.record_reader import FetchFailed, SegmentGone
 # own, and on an H100 beside a thread that holds the interpreter lock for 4 of 7 ms a turn took 7 to 15 ms, in which
 # 0.7 GiB are read: with a window of 1 GiB the storage idled.
 WINDOW_BYTES = 2 << 30
-WINDOW_MIN, WINDOW_MAX = 8, 64
+WINDOW_MIN, WINDOW_MAX = 8, 256
 TOGETHER_MAX = 64  # chunks that are verified or scattered in one launch on a device
 # Most chunks, and most bytes, of one scatter on the CPU, where the loop itself moves them: 8 MiB take 2 ms, but a codec
 # may be slower.
