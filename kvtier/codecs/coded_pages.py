@@ -15,9 +15,10 @@ from kvtier.codecs.base import EncodeResult
 from kvtier.codecs.vectors import LayerCoder
 from kvtier.format.geometry import Extent, padded
 from kvtier.kernels.device_checksum import slab_seeds
-from kvtier.kernels.launch import ToHost, on_device, pin_tables, to_device
+from kvtier.kernels.launch import on_device, pin_tables, to_device
 from kvtier.kernels.move_table import PageTable, alike
 from kvtier.kernels.paged import Move, PagedKV, Patch
+from kvtier.kernels.table_kernel import Answer, Argument, TableAt, TableKernel
 
 _ALIGNMENT = 16
 
@@ -38,13 +39,11 @@ class Group(NamedTuple):
 _NOTHING = Group(Patch(0, 0, 0, 0, 0), 0, 0, [])  # to compile and load a kernel with
 
 
-class _GroupAnswers(NamedTuple):
-    """Answers of one group.
+class _GroupAnswer(NamedTuple):
+    """Answer of one group: (moves, heads + 1) int64, sums, and what is not 0 where a move is refused. places: of the
+    moves."""
 
-    values: (moves, heads + 1) int64 on the device: sums, and what is not 0 where a move is refused.
-    places: of the moves."""
-
-    values: torch.Tensor
+    answer: Answer
     places: list[int]
     has_sums: bool
 
@@ -52,15 +51,15 @@ class _GroupAnswers(NamedTuple):
 class PendingVerdicts:
     """kvtier.codecs.base.Encoded: verdicts on their way to the host."""
 
-    def __init__(self, answers: Sequence[_GroupAnswers], moves: Sequence[Move], device: torch.device) -> None:
+    def __init__(self, answers: Sequence[_GroupAnswer], moves: Sequence[Move]) -> None:
         self._moves = moves  # kept, because a launch does not keep the slabs' memory
-        self._groups = [(each.places, each.has_sums) for each in answers]
-        self._values = ToHost([each.values for each in answers], device)
+        self._answers = answers
 
     def wait(self) -> list[EncodeResult]:
         """Sleeps until the device is done, without the interpreter lock."""
         verdicts = [EncodeResult(False, None)] * len(self._moves)
-        for (places, has_sums), found in zip(self._groups, self._values.wait(), strict=True):
+        for answer, places, has_sums in self._answers:
+            found = answer.wait().view(np.uint64).reshape(len(places), -1)
             for place, values in zip(places, found.tolist(), strict=True):
                 verdicts[place] = EncodeResult(values[-1] != 0, tuple(values[:-1]) if has_sums else None)
         return verdicts
@@ -69,9 +68,14 @@ class PendingVerdicts:
 class CodedPages(ABC):
     """Base of the movers that launch kernels: a kvtier.codecs.base.Mover for pages of bf16 or fp16. Thread-safe.
 
+    A subclass sets the kernels and calls `prepare`. Grid of both: (heads, layers, moves).
+
     It holds a reference to the pages. planes: PageTable.planes (kvtier.kernels.move_table) on `device`, flat: (layers *
     2 * 4,) int64, the address and the strides of K and of V of each layer.
     """
+
+    encode_kernel: TableKernel
+    decode_kernel: TableKernel
 
     def __init__(self, pages: PagedKV, coder: LayerCoder, held: Extent) -> None:
         """Raises ValueError unless all pages are bf16, or all fp16, and are aligned to 16 bytes."""
@@ -92,17 +96,17 @@ class CodedPages(ABC):
             self.planes = to_device(self._table.planes.reshape(-1), self.device)
 
     @abstractmethod
-    def launch_encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
-        """Launch the encoding of a group on torch's current stream.
+    def encode_arguments(self, group: Group, answers: TableAt) -> Sequence[Argument]:
+        """Return the arguments of the encoding of a group.
 
-        table: (moves, 2 + n_blocks + heads) int64: address of the slabs, position, block ids, seeds. answers: (moves,
-        heads + 1) int64, zeros, where sums of slabs are added up and refusals marked.
+        Its table: (moves, 2 + n_blocks + heads) int64: address of the slabs, position, block ids, seeds. answers:
+        (moves, heads + 1) int64, zeros, where sums of slabs are added up and refusals marked.
         """
 
     @abstractmethod
-    def launch_decode(self, group: Group, table: torch.Tensor) -> None:
-        """Launch the decoding of a group. table: (moves, 2 + n_blocks) int64: address of the slabs, first block, block
-        ids."""
+    def decode_arguments(self, group: Group) -> Sequence[Argument]:
+        """Return the arguments of the decoding of a group. Its table: (moves, 2 + n_blocks) int64: address of the
+        slabs, first block, block ids."""
 
     def encode(self, moves: Sequence[Move]) -> PendingVerdicts:
         """Blocks -> slabs, on torch's current stream; padding is left as it is, and summed as it is.
@@ -114,11 +118,13 @@ class CodedPages(ABC):
         answers = []
         with on_device(self.device):
             for group, table in groups:
-                values = torch.zeros(len(group.places), group.patch.n_heads + 1, dtype=torch.int64, device=self.device)
-                self.launch_encode(group, to_device(table.reshape(-1), self.device), values)
+                n_answer = len(group.places) * (group.patch.n_heads + 1)
+                words = np.concatenate([table.reshape(-1), np.zeros(n_answer, np.int64)])
+                arguments = self.encode_arguments(group, TableAt(table.size))
+                answer = self.encode_kernel.launch(group.grid, arguments, words, self.device, n_answer)
                 is_whole = padded(self._end(group.patch)) == group.slab_bytes and group.patch.slab_layer == 0
-                answers.append(_GroupAnswers(values, group.places, is_whole))
-            return PendingVerdicts(answers, list(moves), self.device)
+                answers.append(_GroupAnswer(answer, group.places, is_whole))
+            return PendingVerdicts(answers, list(moves))
 
     def decode(self, moves: Sequence[Move]) -> None:
         """Slabs -> blocks, but for those before each move's `first_block`, on torch's current stream. Raises as
@@ -126,15 +132,17 @@ class CodedPages(ABC):
         groups = [(group, self._rows_of(group, moves, False)) for group in self._groups(moves)]
         with on_device(self.device):
             for group, table in groups:
-                self.launch_decode(group, to_device(table.reshape(-1), self.device))
+                arguments = self.decode_arguments(group)
+                self.decode_kernel.launch(group.grid, arguments, table.reshape(-1), self.device)
 
     def prepare(self) -> None:
         """Compiles and loads both kernels, by launches of nothing: not for an engine's thread between forwards. Waits
         for all tables, because others than the current stream will read them."""
         with on_device(self.device):
-            table = torch.zeros(1, dtype=torch.int64, device=self.device)
-            self.launch_encode(_NOTHING, table, table)
-            self.launch_decode(_NOTHING, table)
+            table = np.zeros(1, np.int64)
+            encode_arguments = self.encode_arguments(_NOTHING, TableAt(0))
+            self.encode_kernel.launch(_NOTHING.grid, encode_arguments, table, self.device)
+            self.decode_kernel.launch(_NOTHING.grid, self.decode_arguments(_NOTHING), table, self.device)
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
 

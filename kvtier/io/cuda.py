@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvtier.errors import TierUnavailable
 from kvtier.io.native import Message, library
 
-ARGUMENTS_MAX = 16  # of a kernel
+ARGUMENTS_MAX = 24  # of a kernel
 _LAUNCH = struct.Struct(f"<9Q5I4x{ARGUMENTS_MAX}Q")  # LaunchSpec of native/launch.h
 
 

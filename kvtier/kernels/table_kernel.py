@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +20,16 @@ from kvtier.io import cuda
 from kvtier.kernels.launch import TABLE_WORDS, on_device, pinned
 
 Words = npt.NDArray[np.int64]
-INT_MAX = 2**31 - 1  # of a kernel's integers; Triton compiles another kernel for larger ones
 
 
 class TableAt(NamedTuple):
     """Argument of a kernel: the address of a word of the launch's own table."""
 
     word: int
+
+
+# A tensor must be the same in each launch, or one that is aligned like it, unless the kernel does not specialize on it.
+Argument = int | torch.Tensor | TableAt | tuple[torch.Tensor, ...]
 
 
 class Answer:
@@ -47,9 +50,9 @@ class Answer:
 
 
 class TableKernel:
-    """A Triton kernel with its compile-time constants. Its pointers are to int64, and its integers below INT_MAX.
+    """A Triton kernel with its compile-time constants. Thread-safe.
 
-    It must be declared with `do_not_specialize` for all of its arguments. Thread-safe.
+    It must be declared with `do_not_specialize` for its integers, which are below 2^31.
 
     Args:
         constants: constexpr arguments and options, by name.
@@ -62,7 +65,7 @@ class TableKernel:
     def launch(
         self,
         grid: tuple[int, int, int],
-        arguments: Sequence[int | torch.Tensor | TableAt],
+        arguments: Sequence[Argument],
         table: Words,
         device: torch.device,
         n_answer: int = 0,
@@ -80,13 +83,11 @@ class TableKernel:
         slot = slots.take(len(table), device)
         slot.values[: len(table)] = table
         numbers = []
-        for each in arguments:
+        for each in _flat(arguments):
             if isinstance(each, TableAt):
                 numbers.append(slot.device_address + 8 * each.word)
-            elif isinstance(each, torch.Tensor):
-                numbers.append(each.data_ptr())
             else:
-                numbers.append(each)
+                numbers.append(each.data_ptr() if isinstance(each, torch.Tensor) else each)
         first = len(table) - n_answer
         down = cuda.Copy(slot.address, slot.device_address, 8 * len(table))
         up = cuda.Copy(slot.address + 8 * first, slot.device_address + 8 * first, 8 * n_answer)
@@ -96,24 +97,31 @@ class TableKernel:
         slots.launched(slot)
         return Answer(slot.values[:0])
 
-    def _compile(
-        self, arguments: Sequence[int | torch.Tensor | TableAt], device: torch.device
-    ) -> tuple[int, tuple[int, int]]:
+    def _compile(self, arguments: Sequence[Argument], device: torch.device) -> tuple[int, tuple[int, int]]:
         """Return the kernel's handle, and the threads and bytes of shared memory of a program."""
         nothing = torch.zeros(2, dtype=torch.int64, device=device)
-        found = self._kernel[(0,)](*(1 if isinstance(each, int) else nothing for each in arguments), **self._constants)
+        given = (nothing if isinstance(each, TableAt) else each for each in arguments)
+        found = self._kernel[(0,)](*given, **self._constants)
         assert not getattr(found.metadata, "global_scratch_size", 0)
         compiled = found.function, (32 * found.metadata.num_warps, found.metadata.shared)
         self._compiled[device] = compiled
         return compiled
 
     def _interpret(
-        self, grid: tuple[int, int, int], arguments: Sequence[int | torch.Tensor | TableAt], table: Words, n_answer: int
+        self, grid: tuple[int, int, int], arguments: Sequence[Argument], table: Words, n_answer: int
     ) -> Answer:
         words = torch.from_numpy(table)
         given = (words[each.word :] if isinstance(each, TableAt) else each for each in arguments)
         self._kernel[grid](*given, **self._constants)
         return Answer(table[len(table) - n_answer :])
+
+
+def _flat(arguments: Sequence[Argument]) -> Iterator[int | torch.Tensor | TableAt]:
+    for each in arguments:
+        if isinstance(each, tuple) and not isinstance(each, TableAt):
+            yield from each
+        else:
+            yield each
 
 
 class _Slot:

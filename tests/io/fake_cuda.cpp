@@ -373,7 +373,7 @@ EXPORT int cuLaunchKernel(void (*kernel)(void**), unsigned x, unsigned y, unsign
   if (current() == nullptr) return kInvalidContext;
   if (x == 0 || y == 0 || z == 0 || threads == 0) return kInvalidValue;
   std::vector<uint64_t> values;  // the driver copies them before it returns
-  for (int i = 0; i < 16; i++) values.push_back(*static_cast<uint64_t*>(arguments[i]));
+  for (int i = 0; i < 24; i++) values.push_back(*static_cast<uint64_t*>(arguments[i]));
   stream->work.push_back({[kernel, values]() mutable {
     std::vector<void*> places;
     for (uint64_t& value : values) places.push_back(&value);

@@ -170,7 +170,9 @@ class Stream:
         @ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.POINTER(ctypes.c_uint64)))
         def add_up(arguments: Any) -> None:
             table, answer, count = (arguments[number][0] for number in range(3))
-            assert not any(arguments[number][0] for number in range(3, 16)), "scratch that Triton adds is null"
+            assert not any(arguments[number][0] for number in range(3, cuda_driver.ARGUMENTS_MAX)), (
+                "scratch that Triton adds is null"
+            )
             numbers = (ctypes.c_int64 * count).from_address(table)
             ctypes.c_int64.from_address(answer).value = sum(numbers)
 

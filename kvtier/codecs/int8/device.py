@@ -3,9 +3,8 @@
 The same bytes as the reference (kvtier.codecs.int8.codec). All chunks, layers and heads, K and V, are one launch.
 """
 
-from typing import NamedTuple
-
-import torch
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from kvtier.codecs.coded_pages import CodedPages, Group
 from kvtier.codecs.int8.chunks import Int8ChunkShape, PlaneShape, decode_chunks, encode_chunks
@@ -13,6 +12,7 @@ from kvtier.codecs.vectors import LayerCoder
 from kvtier.format.checksum import PAIRS_PER_PAGE
 from kvtier.format.geometry import Extent
 from kvtier.kernels.paged import PagedKV
+from kvtier.kernels.table_kernel import Argument, TableAt, TableKernel
 
 _ELEMENTS, _TOKENS = 8, 16  # units of the sizes of heads and of chunks: vectors and planes of codes are aligned then
 
@@ -50,42 +50,22 @@ class CudaInt8(CodedPages):
             )
         super().__init__(pages, coder, held)
         self._k, self._v = (PlaneShape(size, max(64, 1 << (size - 1).bit_length())) for size in sizes)
-        self._tilings = (encode_tiling, decode_tiling)
+        self.encode_kernel = self._kernel(encode_chunks, encode_tiling, PAIRS=PAIRS_PER_PAGE)
+        self.decode_kernel = self._kernel(decode_chunks, decode_tiling)
         self.prepare()
 
-    def launch_encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
-        tiling, patch = self._tilings[0], group.patch
-        encode_chunks[group.grid](
-            self.planes,
-            table,
-            answers,
-            patch.page_layer,
-            patch.page_head,
-            group.slab_start,
-            group.slab_bytes,
-            self._k,
-            self._v,
-            self._shape(tiling),
-            PAIRS_PER_PAGE,
-            num_warps=tiling.warps,
-            enable_fp_fusion=False,
-        )
+    def encode_arguments(self, group: Group, answers: TableAt) -> Sequence[Argument]:
+        return self.planes, TableAt(0), answers, *self._place(group)
 
-    def launch_decode(self, group: Group, table: torch.Tensor) -> None:
-        tiling, patch = self._tilings[1], group.patch
-        decode_chunks[group.grid](
-            self.planes,
-            table,
-            patch.page_layer,
-            patch.page_head,
-            group.slab_start,
-            group.slab_bytes,
-            self._k,
-            self._v,
-            self._shape(tiling),
-            num_warps=tiling.warps,
-            enable_fp_fusion=False,
-        )
+    def decode_arguments(self, group: Group) -> Sequence[Argument]:
+        return self.planes, TableAt(0), *self._place(group)
+
+    def _place(self, group: Group) -> tuple[int, ...]:
+        return group.patch.page_layer, group.patch.page_head, group.slab_start, group.slab_bytes
+
+    def _kernel(self, kernel: Any, tiling: Int8Tiling, **constants: int) -> TableKernel:
+        constants |= {"num_warps": tiling.warps, "enable_fp_fusion": False}
+        return TableKernel(kernel, K=self._k, V=self._v, C=self._shape(tiling), **constants)
 
     def _shape(self, tiling: Int8Tiling) -> Int8ChunkShape:
         rows = max(1, tiling.elements // max(self._k.padded, self._v.padded))

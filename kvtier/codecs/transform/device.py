@@ -13,7 +13,8 @@ rounding. All chunks, layers and heads, K and V, are one launch. The kernels' ta
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +28,7 @@ from kvtier.format.checksum import PAIRS_PER_PAGE
 from kvtier.format.geometry import Extent
 from kvtier.kernels.launch import on_device
 from kvtier.kernels.paged import PagedKV
+from kvtier.kernels.table_kernel import Argument, TableAt, TableKernel
 
 PLACES_MAX = 4096  # chunks of a prompt whose angles are kept; later ones are refused
 
@@ -66,7 +68,6 @@ class CudaTransform(CodedPages):
         Raises ValueError for pages that are not bf16 or fp16, or not aligned to 16 bytes.
         """
         super().__init__(pages, coder, held)
-        self._tilings = tilings
         device = self.device
         sizes = [plane.shape[3] for plane in pages.layers[0].planes]
         self._k, self._v = (
@@ -74,7 +75,7 @@ class CudaTransform(CodedPages):
             for number, size in enumerate(sizes)
         )
         widest = max(self._k.padded, self._v.padded)
-        self._shapes = [
+        shapes = [
             TransformShape(coder.tokens, pages.block_tokens, self.is_bf16, tiling.rows_of(widest), places, self.is_fast)
             for tiling in tilings
         ]
@@ -98,41 +99,21 @@ class CudaTransform(CodedPages):
                 [tuple(x.contiguous().to(device) for x in (part[which], part.numbers, part.whole)) for part in parts]
                 for which in (0, 1)
             )
+        self.encode_kernel = self._kernel(encode_chunks, tilings.encode, shapes[0], PAIRS=PAIRS_PER_PAGE)
+        self.decode_kernel = self._kernel(decode_chunks, tilings.decode, shapes[1])
         self.prepare()
 
-    def launch_encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
-        encode_chunks[group.grid](
-            self.planes,
-            table,
-            answers,
-            self._tables,
-            *self._encoding,
-            *self.place(group),
-            self._k,
-            self._v,
-            self._shapes[0],
-            PAIRS_PER_PAGE,
-            num_warps=self._tilings.encode.warps,
-            num_stages=1,
-            maxnreg=self._tilings.encode.registers,
-            enable_fp_fusion=False,
-        )
+    def encode_arguments(self, group: Group, answers: TableAt) -> Sequence[Argument]:
+        return self.planes, TableAt(0), answers, self._tables, *self._encoding, *self.place(group)
 
-    def launch_decode(self, group: Group, table: torch.Tensor) -> None:
-        decode_chunks[group.grid](
-            self.planes,
-            table,
-            self._tables,
-            *self._decoding,
-            *self.place(group),
-            self._k,
-            self._v,
-            self._shapes[1],
-            num_warps=self._tilings.decode.warps,
-            num_stages=1,
-            maxnreg=self._tilings.decode.registers,
-            enable_fp_fusion=False,
-        )
+    def decode_arguments(self, group: Group) -> Sequence[Argument]:
+        return self.planes, TableAt(0), self._tables, *self._decoding, *self.place(group)
+
+    def _kernel(
+        self, kernel: Any, tiling: TransformTiling, shape: TransformShape, **constants: int | None
+    ) -> TableKernel:
+        constants |= {"num_warps": tiling.warps, "num_stages": 1, "enable_fp_fusion": False}
+        return TableKernel(kernel, K=self._k, V=self._v, C=shape, maxnreg=tiling.registers, **constants)
 
 
 class _PlaneParts(NamedTuple):

@@ -4,7 +4,8 @@ The same bytes as the reference (kvtier.codecs.turboquant.reference). All chunks
 launch.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ from kvtier.format.checksum import PAIRS_PER_PAGE
 from kvtier.format.geometry import Extent
 from kvtier.kernels.launch import on_device
 from kvtier.kernels.paged import PagedKV
+from kvtier.kernels.table_kernel import Argument, TableAt, TableKernel
 
 
 class TurboquantTiling(NamedTuple):
@@ -81,54 +83,37 @@ class CudaTurboquant(CodedPages):
         """
         super().__init__(pages, coder, held)
         self._format = slab_format = coder.format
-        self._tilings, self._whole_tiling = (encode_tiling, decode_tiling), whole_tiling
         with on_device(self.device):
             self._signs = self._to_device(_sign_words(slab_format, held))
             self._tables = self._make_tables()
             angles = tile_angles(slab_format.tokens, slab_format.k_size, slab_format.rope_base)
             self._angles = self._to_device(angles.reshape(-1))
+        k, v = (tables.code for tables in self._tables)
+        by_warps = k.suits_warps and v.suits_warps
+        tiling = encode_tiling if by_warps else whole_tiling
+        self.encode_kernel = self._kernel(encode_chunks, tiling, by_warps, PAIRS=PAIRS_PER_PAGE)
+        self.decode_kernel = self._kernel(decode_chunks, decode_tiling)
         self.prepare()
 
-    def launch_encode(self, group: Group, table: torch.Tensor, answers: torch.Tensor) -> None:
+    def encode_arguments(self, group: Group, answers: TableAt) -> Sequence[Argument]:
         k, v = self._tables
-        by_warps = k.code.suits_warps and v.code.suits_warps
-        tiling = self._tilings[0] if by_warps else self._whole_tiling
         tables = self._signs, k.encode_matrix, v.encode_matrix, k.squares, v.squares, self._angles
-        encode_chunks[group.grid](
-            self.planes,
-            table,
-            *tables,
-            answers,
-            *self.place(group),
-            k.code,
-            v.code,
-            self._shape(tiling, by_warps),
-            PAIRS_PER_PAGE,
-            num_warps=tiling.warps,
-            num_stages=1,
-            maxnreg=tiling.registers_for(k.code, v.code),
-            enable_fp_fusion=False,
-        )
+        return self.planes, TableAt(0), *tables, answers, *self.place(group)
 
-    def launch_decode(self, group: Group, table: torch.Tensor) -> None:
+    def decode_arguments(self, group: Group) -> Sequence[Argument]:
         k, v = self._tables
-        tiling = self._tilings[1]
         tables = self._signs, k.decode_matrix, v.decode_matrix, k.centroids, v.centroids, self._angles
-        decode_chunks[group.grid](
-            self.planes,
-            table,
-            *tables,
-            *self.place(group),
-            k.code,
-            v.code,
-            self._shape(tiling),
-            num_warps=tiling.warps,
-            num_stages=1,
-            maxnreg=tiling.registers_for(k.code, v.code),
-            enable_fp_fusion=False,
-        )
+        return self.planes, TableAt(0), *tables, *self.place(group)
 
-    def _shape(self, tiling: TurboquantTiling, by_warps: bool = False) -> TurboquantChunkShape:
+    def _kernel(
+        self, kernel: Any, tiling: TurboquantTiling, by_warps: bool = False, **constants: int | None
+    ) -> TableKernel:
+        k, v = (tables.code for tables in self._tables)
+        constants |= {"num_warps": tiling.warps, "num_stages": 1, "enable_fp_fusion": False}
+        constants |= {"maxnreg": tiling.registers_for(k, v)}
+        return TableKernel(kernel, K=k, V=v, C=self._shape(tiling, by_warps), **constants)
+
+    def _shape(self, tiling: TurboquantTiling, by_warps: bool) -> TurboquantChunkShape:
         sizes = self.tokens, self.block_tokens
         return TurboquantChunkShape(*sizes, self.is_bf16, tiling.rows, tiling.warps, self.is_fast, by_warps)
 

@@ -4,7 +4,7 @@
 
 namespace kvtier {
 
-constexpr uint32_t kArgumentsMax = 16;  // the driver takes as many of them as the kernel has
+constexpr uint32_t kArgumentsMax = 24;  // the driver takes as many of them as the kernel has
 
 // As kvtier/io/cuda.py packs it.
 struct LaunchSpec {
