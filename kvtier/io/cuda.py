@@ -6,6 +6,7 @@
 import ctypes
 import errno
 import struct
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,14 @@ from kvtier.io.native import Message, library
 
 ARGUMENTS_MAX = 24  # of a kernel
 _LAUNCH = struct.Struct(f"<9Q5I4x{ARGUMENTS_MAX}Q")  # LaunchSpec of native/launch.h
+
+
+class _Own(threading.local):
+    def __init__(self) -> None:
+        self.message = Message()
+
+
+_own = _Own()  # of each thread: to make one takes as long as all else that a launch does here
 
 
 class Copy(NamedTuple):
@@ -90,7 +99,7 @@ def launch(
     Raises TierUnavailable with CUDA's error: part of it may be under way on the stream.
     """
     padding = (0,) * (ARGUMENTS_MAX - len(arguments))
-    message = Message()
+    message = _own.message
     error = library.kvtier_cuda_launch(
         _LAUNCH.pack(stream, event, function, *table, *answer, *grid, *program, *arguments, *padding), *message.room
     )
