@@ -14,8 +14,9 @@ import torch
 from kvtier.codecs.base import EncodeResult
 from kvtier.codecs.vectors import LayerCoder
 from kvtier.format.geometry import Extent, padded
+from kvtier.kernels import table_kernel
 from kvtier.kernels.device_checksum import slab_seeds
-from kvtier.kernels.launch import on_device, pin_tables, to_device
+from kvtier.kernels.launch import on_device, to_device
 from kvtier.kernels.move_table import PageTable, alike
 from kvtier.kernels.paged import Move, PagedKV, Patch
 from kvtier.kernels.table_kernel import Answer, Argument, TableAt, TableKernel
@@ -91,7 +92,7 @@ class CodedPages(ABC):
         self.tokens, self.block_tokens = coder.tokens, pages.block_tokens
         self.is_bf16 = k.dtype == torch.bfloat16
         self.device = k.device
-        pin_tables(self.device)
+        table_kernel.prepare(self.device)
         with on_device(self.device):
             self.planes = to_device(self._table.planes.reshape(-1), self.device)
 

@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.kernels.launch import on_device, pin_tables, to_device
+from kvtier.kernels.launch import on_device, to_device
 from kvtier.kernels.move_table import Alike, PageTable, alike
 from kvtier.kernels.paged import Move, PagedKV, Patch
-from kvtier.kernels.table_kernel import TableAt, TableKernel, Words
+from kvtier.kernels.table_kernel import TableAt, TableKernel, Words, prepare
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _VECTOR_BYTES = 16  # the widest access of one thread
@@ -168,7 +168,7 @@ class DevicePages:
         block_words = pages.layers[0].k.shape[2] * pages.block_tokens * max(self._rows) // 8
         self._tiling = tiling._replace(words=min(tiling.words, 1 << max(block_words - 1, 0).bit_length()))
         self._kernels: dict[tuple[int, bool], TableKernel] = {}  # by alignment, and whether to pages
-        pin_tables(self._device)
+        prepare(self._device)
         with on_device(self._device):
             self._planes = to_device(self._table.planes.reshape(-1), self._device)
         self._prepare()

@@ -22,7 +22,8 @@ import triton.language as tl
 
 from kvtier.format.checksum import PAIRS_PER_PAGE
 from kvtier.format.geometry import PAGE_BYTES
-from kvtier.kernels.launch import on_device, pin_tables
+from kvtier.kernels import table_kernel
+from kvtier.kernels.launch import on_device
 from kvtier.kernels.paged import SlabRun, plain_slabs
 from kvtier.kernels.table_kernel import Answer, TableAt, TableKernel
 
@@ -179,7 +180,7 @@ def slab_checksums(runs: Sequence[SlabRun], walk: Walk = WALKS[0]) -> PendingSum
 
 def prepare(device: torch.device) -> None:
     """Compiles and loads the kernel and has memory for tables pinned, for which else the first load would wait."""
-    pin_tables(device)
+    table_kernel.prepare(device)
     with on_device(device):
         _kernel(WALKS[0]).launch((0, 1, 1), (TableAt(0), TableAt(0), 1, 1), np.zeros(1, np.int64), device)
 

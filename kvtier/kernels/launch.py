@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Words of a pinned table (128 KiB). All tables have one size, so that torch's allocator of pinned memory can reuse
+# Words of a pinned table (64 KiB). All tables have one size, so that torch's allocator of pinned memory can reuse
 # them: asking the driver for more pinned memory may wait for the device. A larger table works, but may wait.
-TABLE_WORDS = 1 << 14
-# Tables in use at once before more memory is pinned, 4 MiB in all: engines run a step or two ahead, and each running
-# load sums some slabs.
-TABLES_AHEAD = 16
+TABLE_WORDS = 1 << 13
+# Tables in use at once before memory is allocated for more, 2 MiB in all: engines run a step or two ahead, and each
+# running load sums some slabs.
+TABLES_AHEAD = 32
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -8,8 +8,9 @@ interpreter lock about fifteen times, and each time got it back from the engine'
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.io import cuda
-from kvtier.kernels.launch import TABLE_WORDS, on_device, pinned
+from kvtier.kernels.launch import TABLE_WORDS, TABLES_AHEAD, on_device, pin_tables, pinned
 
 Words = npt.NDArray[np.int64]
 
@@ -129,12 +130,13 @@ class _Slot:
 
     def __init__(self, n_words: int, device: torch.device) -> None:
         self.n_words = n_words
-        self._pinned = pinned(n_words)
-        self._on_device = torch.empty(n_words, dtype=torch.int64, device=device)
+        with on_device(device):
+            self._pinned = pinned(n_words)
+            self._on_device = torch.empty(n_words, dtype=torch.int64, device=device)
+            self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self.event.record(torch.cuda.current_stream(device))  # makes the handle
         self.values: Words = self._pinned.numpy()
         self.address, self.device_address = self._pinned.data_ptr(), self._on_device.data_ptr()
-        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self.event.record(torch.cuda.current_stream(device))  # makes the handle
         self.event_handle = int(self.event.cuda_event)
 
 
@@ -156,9 +158,10 @@ class _Slots:
             while self._launched and self._launched[0].event.query():  # type: ignore[no-untyped-call]
                 self._keep(self._launched.popleft())
             slot = self._unused.popleft() if n_words <= TABLE_WORDS and self._unused else None
-        if slot is None:
-            with on_device(device):
-                slot = _Slot(max(n_words, TABLE_WORDS), device)
+        if slot is None and n_words <= TABLE_WORDS:
+            with suppress(IndexError):
+                slot = _fresh[device].popleft()
+        slot = slot or _Slot(max(n_words, TABLE_WORDS), device)
         self._lent.add(slot)
         return slot
 
@@ -180,3 +183,12 @@ class _Slots:
 
 
 _slots: dict[tuple[torch.device, int], _Slots] = {}  # of each stream
+_fresh: defaultdict[torch.device, deque[_Slot]] = defaultdict(deque)  # not used yet, of any stream
+
+
+def prepare(device: torch.device) -> None:
+    """Make tables for the next launches now: to allocate memory of the device may wait for it."""
+    pin_tables(device)
+    if device.type == "cuda":
+        while len(_fresh[device]) < TABLES_AHEAD:
+            _fresh[device].append(_Slot(TABLE_WORDS, device))
