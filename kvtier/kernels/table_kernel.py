@@ -79,7 +79,10 @@ class TableKernel:
         if device.type == "cpu":
             return self._interpret(grid, arguments, table, n_answer)
         function, program = self._compiled.get(device) or self._compile(arguments, device)
-        stream = torch._C._cuda_getCurrentRawStream(device.index)  # torch.cuda.current_stream takes ten times as long
+        # torch.cuda.current_stream takes ten times as long.
+        stream = torch._C._cuda_getCurrentRawStream(
+            torch.cuda.current_device() if device.index is None else device.index
+        )
         slots = _slots.get((device, stream)) or _slots.setdefault((device, stream), _Slots())
         slot = slots.take(len(table), device)
         slot.values[: len(table)] = table
