@@ -19,7 +19,7 @@ from kvtier.kernels.device_checksum import slab_seeds
 from kvtier.kernels.launch import on_device, to_device
 from kvtier.kernels.move_table import PageTable, alike
 from kvtier.kernels.paged import Move, PagedKV, Patch
-from kvtier.kernels.table_kernel import Answer, Argument, TableAt, TableKernel
+from kvtier.kernels.table_kernel import Argument, TableAnswer, TableAt, TableKernel
 
 _ALIGNMENT = 16
 
@@ -44,7 +44,7 @@ class _GroupAnswer(NamedTuple):
     """Answer of one group: (moves, heads + 1) int64, sums, and what is not 0 where a move is refused. places: of the
     moves."""
 
-    answer: Answer
+    answer: TableAnswer
     places: list[int]
     has_sums: bool
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from kvtier.errors import TierUnavailable
 from kvtier.io.native import Message, library
 
-ARGUMENTS_MAX = 24  # of a kernel
-_LAUNCH = struct.Struct(f"<9Q5I4x{ARGUMENTS_MAX}Q")  # LaunchSpec of native/launch.h
+ARGUMENTS_MAX = 22  # most arguments of a kernel
+SCRATCH_POINTERS = 2  # arguments that Triton adds behind those of the source; null, as kernels here have no scratch
+_LAUNCH = struct.Struct(f"<9Q5I4x{ARGUMENTS_MAX + SCRATCH_POINTERS}Q")  # LaunchSpec of native/launch.h
 
 
 class _Own(threading.local):
@@ -22,10 +23,19 @@ class _Own(threading.local):
         self.message = Message()
 
 
-_own = _Own()  # of each thread: to make one takes as long as all else that a launch does here
+_own = _Own()  # a buffer for messages per thread: to allocate one takes as long as the rest of a launch here
 
 
-class Copy(NamedTuple):
+class KernelHandle(NamedTuple):
+    """A kernel that is loaded in the current device's context: the driver's handle, and threads and bytes of shared
+    memory of a program."""
+
+    function: int
+    threads: int
+    shared_bytes: int
+
+
+class PinnedCopy(NamedTuple):
     """Bytes to be copied between pinned host memory and the device."""
 
     host: int = 0
@@ -81,27 +91,29 @@ def unpin(address: int) -> None:
 
 
 def launch(
-    function: int,
+    kernel: KernelHandle,
     grid: tuple[int, int, int],
-    program: tuple[int, int],
     arguments: Sequence[int],
-    stream: int,
-    event: int,
-    table: Copy,
-    answer: Copy = Copy(),  # noqa: B008
+    stream_and_event: tuple[int, int],
+    table: PinnedCopy,
+    answer: PinnedCopy = PinnedCopy(),  # noqa: B008
 ) -> None:
     """Copy a table to the device, launch a kernel, copy its answer back and record an event, on one stream of the
     current device, without waiting for it.
 
-    function, stream, event: handles of the driver, which are also those of torch. grid: with a 0 in it no kernel is
-    launched. program: its threads and bytes of shared memory. arguments: addresses and integers, at most ARGUMENTS_MAX.
+    grid: if it has a 0, no kernel is launched. arguments: addresses, and integers below 2^31; at most ARGUMENTS_MAX,
+    and two pointers behind them are null for Triton's scratch memory. stream_and_event: handles of the driver, as torch
+    has them too.
 
     Raises TierUnavailable with CUDA's error: part of it may be under way on the stream.
     """
-    padding = (0,) * (ARGUMENTS_MAX - len(arguments))
+    function, *sizes = kernel
+    if len(arguments) > ARGUMENTS_MAX:
+        raise ValueError(f"{len(arguments)} arguments of a kernel: at most {ARGUMENTS_MAX}")
+    padding = (0,) * (ARGUMENTS_MAX + SCRATCH_POINTERS - len(arguments))
     message = _own.message
     error = library.kvtier_cuda_launch(
-        _LAUNCH.pack(stream, event, function, *table, *answer, *grid, *program, *arguments, *padding), *message.room
+        _LAUNCH.pack(*stream_and_event, function, *table, *answer, *grid, *sizes, *arguments, *padding), *message.room
     )
     if error:
         raise TierUnavailable(f"a kernel cannot be launched: {message.of(error)}")

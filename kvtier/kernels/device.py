@@ -233,7 +233,7 @@ class DevicePages:
         constants = {"K_ROW": k_row, "V_ROW": v_row, "BLOCK_TOKENS": self._pages.block_tokens, "TO_PAGES": to_pages}
         constants |= {"WORD": _WORDS[word_bytes], "WORD_BYTES": word_bytes, "VECTOR": alignment // word_bytes}
         tile, warps = self._tiling
-        kernel = TableKernel(_move, TILE=tile, num_warps=warps, **constants)
+        kernel = TableKernel(_move, constants | {"TILE": tile, "num_warps": warps})
         return self._kernels.setdefault((alignment, to_pages), kernel)
 
     def _prepare(self) -> None:

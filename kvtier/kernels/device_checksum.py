@@ -25,7 +25,7 @@ from kvtier.format.geometry import PAGE_BYTES
 from kvtier.kernels import table_kernel
 from kvtier.kernels.launch import on_device
 from kvtier.kernels.paged import SlabRun, plain_slabs
-from kvtier.kernels.table_kernel import Answer, TableAt, TableKernel
+from kvtier.kernels.table_kernel import TableAnswer, TableAt, TableKernel
 
 _ALIGNMENT = 16  # of the widest load of a thread, which the kernel relies on
 _GOLDEN64 = np.uint64(0x9E3779B97F4A7C15)
@@ -140,7 +140,7 @@ class _Described(NamedTuple):
 class PendingSums:
     """Checksums on their way to the host. The summed bytes must not change until then."""
 
-    def __init__(self, answers: Sequence[Answer], runs: Sequence[SlabRun], places: Sequence[int]) -> None:
+    def __init__(self, answers: Sequence[TableAnswer], runs: Sequence[SlabRun], places: Sequence[int]) -> None:
         """answers: sums, one after another; places: where the sums of each run start in them."""
         self._runs, self._places = runs, places  # the runs are kept, because a launch does not keep their memory
         self._answers = answers
@@ -216,10 +216,11 @@ def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @cache
 def _kernel(walk: Walk) -> TableKernel:
-    return TableKernel(_sum_pages, PAIRS=PAIRS_PER_PAGE, PAGES=walk.pages, STEP=walk.step, num_warps=walk.warps)
+    constants = {"PAIRS": PAIRS_PER_PAGE, "PAGES": walk.pages, "STEP": walk.step, "num_warps": walk.warps}
+    return TableKernel(_sum_pages, constants)
 
 
-def _launch(described: Sequence[_Described], walk: Walk, device: torch.device) -> list[Answer]:
+def _launch(described: Sequence[_Described], walk: Walk, device: torch.device) -> list[TableAnswer]:
     """Return the sums, an answer for each size of slab. described: slabs of equal size side by side."""
     answers = []
     for size, alike in groupby(described, attrgetter("slab_bytes")):

@@ -12,8 +12,7 @@ import struct
 from typing import Any, NamedTuple
 
 from kvtier.errors import Corrupt
-
-SCRATCH_POINTERS = 2  # arguments that Triton adds behind those of the source; null, as its kernels here have no scratch
+from kvtier.io.cuda import SCRATCH_POINTERS
 
 
 class DeviceCode(NamedTuple):

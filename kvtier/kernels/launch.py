@@ -1,4 +1,4 @@
-"""Kernel launches: small tables to the device, and the right current device.
+"""Small tables on their way to the device, and the right current device.
 
 A launch happens on an engine's thread between two forwards, so nothing here may wait for a stream. A table goes to the
 device from pinned memory: a copy from pageable memory would wait until the stream gets to it, which is a forward.
@@ -15,8 +15,8 @@ import torch
 # Words of a pinned table (64 KiB). All tables have one size, so that torch's allocator of pinned memory can reuse
 # them: asking the driver for more pinned memory may wait for the device. A larger table works, but may wait.
 TABLE_WORDS = 1 << 13
-# Tables in use at once before memory is allocated for more, 2 MiB in all: engines run a step or two ahead, and each
-# running load sums some slabs.
+# Tables that are allocated ahead: 2 MiB of pinned memory, and as much on the device. Engines run a step or two ahead,
+# and each running load sums some slabs.
 TABLES_AHEAD = 32
 
 

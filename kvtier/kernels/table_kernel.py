@@ -1,15 +1,15 @@
 """Table kernels: Triton kernels whose launch takes a table of numbers along, and may bring an answer back.
 
-Table, kernel, answer and event are given to CUDA in one native call. Done with torch and Triton, a launch gave up the
-interpreter lock about fifteen times, and each time got it back from the engine's thread, which launches a model: beside
-16 loads a step of the model took 80 to 130 ms in which the GPU worked for 10 to 30 ms (H100).
+One native call passes the table, the kernel, its answer and an event to CUDA. With torch and Triton a launch released
+the interpreter lock about fifteen times, and waited each time for the engine's thread to release it. Beside 16 loads a
+step of the model then took 80 to 190 ms, in which the GPU worked for 10 to 30 ms (profiles on H100).
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from kvtier.io import cuda
 from kvtier.kernels.launch import TABLE_WORDS, TABLES_AHEAD, on_device, pin_tables, pinned
 
 Words = npt.NDArray[np.int64]
+INT_MAX = 2**31 - 1
 
 
 class TableAt(NamedTuple):
@@ -29,24 +30,25 @@ class TableAt(NamedTuple):
     word: int
 
 
-# A tensor must be the same in each launch, or one that is aligned like it, unless the kernel does not specialize on it.
+# Later launches must pass tensors of the same dtype and alignment: the first launch compiles the kernel for them.
 Argument = int | torch.Tensor | TableAt | tuple[torch.Tensor, ...]
 
 
-class Answer:
+class TableAnswer:
     """Last words of a table, on their way back from the device."""
 
-    def __init__(self, words: Words, slot: _Slot | None = None, slots: _Slots | None = None) -> None:
-        """words: where they arrive. slot: `wait` gives it back to `slots`; None: they have arrived."""
-        self._words, self._slot, self._slots = words, slot, slots
+    def __init__(self, words: Words, lent: tuple[_LaunchBuffers, _LaunchBuffer] | None = None) -> None:
+        """words: where they arrive. lent: the buffer that `wait` gives back; None: they have arrived."""
+        self._words, self._lent = words, lent
 
     def wait(self) -> Words:
-        """Return the words. Sleeps until the device is done, without the interpreter lock."""
-        if self._slot is not None and self._slots is not None:
-            self._slot.event.synchronize()
+        """Return the words. Sleeps until the device is done, without the interpreter lock. Call it on one thread."""
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            buffers, buffer = lent
+            buffer.event.synchronize()
             self._words = self._words.copy()
-            self._slots.put(self._slot)
-            self._slot = None
+            buffers.put(buffer)
         return self._words
 
 
@@ -59,9 +61,9 @@ class TableKernel:
         constants: constexpr arguments and options, by name.
     """
 
-    def __init__(self, kernel: Any, **constants: Any) -> None:
+    def __init__(self, kernel: Any, constants: Mapping[str, Any]) -> None:
         self._kernel, self._constants = kernel, constants
-        self._compiled: dict[torch.device, tuple[int, tuple[int, int]]] = {}
+        self._compiled: dict[torch.device, cuda.KernelHandle] = {}
 
     def launch(
         self,
@@ -70,57 +72,59 @@ class TableKernel:
         table: Words,
         device: torch.device,
         n_answer: int = 0,
-    ) -> Answer:
+    ) -> TableAnswer:
         """Launch on the current stream of `device`, which is current, without waiting for it.
 
         grid: with a 0 in it the kernel is compiled and loaded, and nothing runs. table: (n,); its last `n_answer` words
-        are the answer. Tensors must stay until the kernel has run. Raises TierUnavailable.
+        are the answer. Tensors must stay until the kernel has run. Raises TierUnavailable, and
+        ValueError for an integer above INT_MAX.
         """
         if device.type == "cpu":
             return self._interpret(grid, arguments, table, n_answer)
-        function, program = self._compiled.get(device) or self._compile(arguments, device)
+        compiled = self._compiled.get(device) or self._compile(arguments, device)
+        flat = list(_flattened(arguments))
+        if any(isinstance(each, int) and each > INT_MAX for each in flat):
+            raise ValueError(f"integers of a kernel must be at most {INT_MAX}")  # it was compiled for 32 bits
         # torch.cuda.current_stream takes ten times as long.
         stream = torch._C._cuda_getCurrentRawStream(
             torch.cuda.current_device() if device.index is None else device.index
         )
-        slots = _slots.get((device, stream)) or _slots.setdefault((device, stream), _Slots())
-        slot = slots.take(len(table), device)
-        slot.values[: len(table)] = table
+        buffers = _buffers.get((device, stream)) or _buffers.setdefault((device, stream), _LaunchBuffers())
+        buffer = buffers.take(len(table), device)
+        buffer.values[: len(table)] = table
         numbers = []
-        for each in _flat(arguments):
+        for each in flat:
             if isinstance(each, TableAt):
-                numbers.append(slot.device_address + 8 * each.word)
+                numbers.append(buffer.device_address + 8 * each.word)
             else:
                 numbers.append(each.data_ptr() if isinstance(each, torch.Tensor) else each)
         first = len(table) - n_answer
-        down = cuda.Copy(slot.address, slot.device_address, 8 * len(table))
-        up = cuda.Copy(slot.address + 8 * first, slot.device_address + 8 * first, 8 * n_answer)
-        cuda.launch(function, grid, program, numbers, stream, slot.event_handle, down, up)
+        table_copy = cuda.PinnedCopy(buffer.address, buffer.device_address, 8 * len(table))
+        answer_copy = cuda.PinnedCopy(buffer.address + 8 * first, buffer.device_address + 8 * first, 8 * n_answer)
+        cuda.launch(compiled, grid, numbers, (stream, buffer.event_handle), table_copy, answer_copy)
         if n_answer:
-            return Answer(slot.values[first : len(table)], slot, slots)
-        slots.launched(slot)
-        return Answer(slot.values[:0])
+            return TableAnswer(buffer.values[first : len(table)], (buffers, buffer))
+        buffers.launched(buffer)
+        return TableAnswer(buffer.values[:0])
 
-    def _compile(self, arguments: Sequence[Argument], device: torch.device) -> tuple[int, tuple[int, int]]:
-        """Return the kernel's handle, and the threads and bytes of shared memory of a program."""
+    def _compile(self, arguments: Sequence[Argument], device: torch.device) -> cuda.KernelHandle:
         nothing = torch.zeros(2, dtype=torch.int64, device=device)
         given = (nothing if isinstance(each, TableAt) else each for each in arguments)
         found = self._kernel[(0,)](*given, **self._constants)
-        assert not getattr(found.metadata, "global_scratch_size", 0)
-        compiled = found.function, (32 * found.metadata.num_warps, found.metadata.shared)
+        compiled = cuda.KernelHandle(found.function, 32 * found.metadata.num_warps, found.metadata.shared)
         self._compiled[device] = compiled
         return compiled
 
     def _interpret(
         self, grid: tuple[int, int, int], arguments: Sequence[Argument], table: Words, n_answer: int
-    ) -> Answer:
+    ) -> TableAnswer:
         words = torch.from_numpy(table)
         given = (words[each.word :] if isinstance(each, TableAt) else each for each in arguments)
         self._kernel[grid](*given, **self._constants)
-        return Answer(table[len(table) - n_answer :])
+        return TableAnswer(table[len(table) - n_answer :])
 
 
-def _flat(arguments: Sequence[Argument]) -> Iterator[int | torch.Tensor | TableAt]:
+def _flattened(arguments: Sequence[Argument]) -> Iterator[int | torch.Tensor | TableAt]:
     for each in arguments:
         if isinstance(each, tuple) and not isinstance(each, TableAt):
             yield from each
@@ -128,7 +132,7 @@ def _flat(arguments: Sequence[Argument]) -> Iterator[int | torch.Tensor | TableA
             yield each
 
 
-class _Slot:
+class _LaunchBuffer:
     """Memory for one table, pinned and on the device, and an event that is recorded behind its launch."""
 
     def __init__(self, n_words: int, device: torch.device) -> None:
@@ -143,55 +147,58 @@ class _Slot:
         self.event_handle = int(self.event.cuda_event)
 
 
-class _Slots:
-    """Slots of one stream, each used again once its launch is done. Never freed, for a launch may be under way.
+class _LaunchBuffers:
+    """Buffers of one stream, each used again once its launch is done. None is freed before.
 
     To allocate pinned memory asks the driver about each piece in use, and I/O threads that copy contend for its locks.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._unused = deque[_Slot]()
-        self._launched = deque[_Slot]()  # in the order of the stream
-        self._lent = set[_Slot]()
+        self._unused = deque[_LaunchBuffer]()
+        self._launched = deque[_LaunchBuffer]()  # in the order of the stream
+        self._lent = set[_LaunchBuffer]()
 
-    def take(self, n_words: int, device: torch.device) -> _Slot:
-        """Lend a slot for a launch. One that neither `launched` nor `put` gives back, after a failure, stays unused."""
+    def take(self, n_words: int, device: torch.device) -> _LaunchBuffer:
+        """Lend a buffer for a launch. It is not used again before `launched` or `put`, so not after a failure, nor if
+        no thread waits for its answer."""
         with self._lock:
             while self._launched and self._launched[0].event.query():  # type: ignore[no-untyped-call]
                 self._keep(self._launched.popleft())
-            slot = self._unused.popleft() if n_words <= TABLE_WORDS and self._unused else None
-        if slot is None and n_words <= TABLE_WORDS:
+            buffer = self._unused.popleft() if n_words <= TABLE_WORDS and self._unused else None
+        if buffer is None and n_words <= TABLE_WORDS:
             with suppress(IndexError):
-                slot = _fresh[device].popleft()
-        slot = slot or _Slot(max(n_words, TABLE_WORDS), device)
-        self._lent.add(slot)
-        return slot
+                buffer = _preallocated[device].popleft()
+        buffer = buffer or _LaunchBuffer(max(n_words, TABLE_WORDS), device)
+        self._lent.add(buffer)
+        return buffer
 
-    def launched(self, slot: _Slot) -> None:
-        """Let a slot be used again once its event is done."""
+    def launched(self, buffer: _LaunchBuffer) -> None:
+        """Let a buffer be used again once its event is done."""
         with self._lock:
-            self._launched.append(slot)
-            self._lent.discard(slot)
+            self._launched.append(buffer)
+            self._lent.discard(buffer)
 
-    def put(self, slot: _Slot) -> None:
-        """Let a slot be used again at once. Called on any thread."""
+    def put(self, buffer: _LaunchBuffer) -> None:
+        """Let a buffer be used again at once. Called on any thread."""
         with self._lock:
-            self._keep(slot)
-            self._lent.discard(slot)
+            self._keep(buffer)
+            self._lent.discard(buffer)
 
-    def _keep(self, slot: _Slot) -> None:
-        if slot.n_words == TABLE_WORDS:  # a larger one is rare
-            self._unused.append(slot)
+    def _keep(self, buffer: _LaunchBuffer) -> None:
+        if buffer.n_words == TABLE_WORDS:  # a larger one is rare
+            self._unused.append(buffer)
 
 
-_slots: dict[tuple[torch.device, int], _Slots] = {}  # of each stream
-_fresh: defaultdict[torch.device, deque[_Slot]] = defaultdict(deque)  # not used yet, of any stream
+_buffers: dict[tuple[torch.device, int], _LaunchBuffers] = {}  # of each stream
+_preallocated: defaultdict[torch.device, deque[_LaunchBuffer]] = defaultdict(deque)  # not used yet, of any stream
 
 
 def prepare(device: torch.device) -> None:
     """Make tables for the next launches now: to allocate memory of the device may wait for it."""
     pin_tables(device)
     if device.type == "cuda":
-        while len(_fresh[device]) < TABLES_AHEAD:
-            _fresh[device].append(_Slot(TABLE_WORDS, device))
+        while len(_preallocated[device]) < TABLES_AHEAD:
+            buffer = _LaunchBuffer(TABLE_WORDS, device)
+            buffer.event.synchronize()  # its memory may have been another tensor's on this stream; others will use it
+            _preallocated[device].append(buffer)

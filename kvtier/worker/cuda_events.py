@@ -158,6 +158,8 @@ class CudaOrder:
                 cuda.relax_this_thread()
             except TierUnavailable as fault:
                 log.warning("%s", fault)
+            # Makes the device's context current, which older releases of torch do at a thread's first call to CUDA.
+            self._record(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
         self._own.entered = True
 
     def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -169,7 +171,7 @@ class CudaOrder:
     def _stream(self, name: str) -> torch.cuda.Stream:
         known: torch.cuda.Stream | None = getattr(self._own, name, None)
         if known is None:
-            # Sums and scatters are short and free slots: they do not wait for the model's kernels.
+            # Sums and scatters are short and free slots, so the GPU schedules them before the model's kernels.
             priority = -1 if name == "moving" else 0
             known = torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
             setattr(self._own, name, known)

@@ -23,7 +23,7 @@ from kvtier.storage.open_segments import Name, OpenSegment
 from kvtier.storage.segments import SegmentFiles, segment_name
 from kvtier.worker.context import WorkerContext
 
-ACCEPTED_MAX = 512  # files that are remembered to have visible records
+ACCEPTED_MAX = 64 * STRIPES_MAX  # most files that are remembered to have visible records
 UNPUBLISHED_MAX = 4096  # records whose saves failed that are remembered until they are erased
 
 
@@ -33,7 +33,7 @@ class OwnSegments:
     Args:
         writes: content of a record of this rank.
 
-    whole: content of the records of all ranks. accepted: files in which the index took records. unpublished:
+    whole: content of the records of all ranks. accepted: files of which the index accepted records. unpublished:
     (namespace, set, slot) of records to erase, because their saves failed.
     """
 
@@ -58,8 +58,8 @@ class OwnSegments:
             leased = files.lease(chunk.set_id, part, for_writing=True)
             if leased is None:
                 new = {(chunk.set_id, part)} if files.create(header) else set[Name]()
-                with suppress(ValueError):  # the file that had those records was removed
-                    for file in new:
+                for file in new:  # the file that had those records was removed; two threads may have noted it
+                    while file in self.accepted:
                         self.accepted.remove(file)
                 with suppress(IndexUnavailable):  # the records wait for the index anyway, to be published
                     self._leave_unknown(files, {chunk.set_id}, new)
@@ -112,9 +112,9 @@ class OwnSegments:
         self, files: SegmentFiles, set_ids: Collection[int], new: Collection[Name] = ()
     ) -> tuple[set[int], set[int]]:
         """Return the sets that are ours and those that were taken over; see `leave`. new: files made just now, without
-        records. Nothing is unlinked of a set that was taken over, for it is counted, and is removed with its other
-        records; nor touched when the index was lost, for its rebuild may be reading the segment. That is asked twice:
-        it may be lost between the two questions."""
+        records. Files of a set that was taken over are kept: they are counted, and its owner removes them. After the
+        index was lost, nothing is unlinked: its rebuild may be reading the files. It is asked twice, because the index
+        may be lost between the two questions."""
         index = self._worker.index
         was_lost = index.was_reset
         known = index.some_sets(set_ids)
@@ -122,8 +122,8 @@ class OwnSegments:
         ours = {info.set_id for info in known if info.owner != UNOWNED}
         if was_lost or index.was_reset:
             return ours, set()
-        # The index had accepted records of the other files. Their set was removed, and its remover unlinks them, or the
-        # index went back to an earlier state, and its rebuild reads them.
+        # Files of which the index accepted records are kept. Their set was removed, and its remover unlinks them, or
+        # the index went back to an earlier state, and its rebuild reads them.
         accepted = set(self.accepted).difference(new)
         for set_id in sorted(unknown):
             parts = [part for part in parts_of(set_id, self._worker.share.rank) if (set_id, part) not in accepted]
@@ -207,4 +207,5 @@ class OwnSegments:
                 "stays", "a removed segment could not be unlinked; garbage collection removes it later: %s", fault
             )
             return
-        self._worker.index.remove_set(set_id)  # a sweeper may have read it back just before its file was gone
+        if len(parts) == len(parts_of(set_id, self._worker.share.rank)):
+            self._worker.index.remove_set(set_id)  # a sweeper may have read it back just before its file was gone

@@ -170,9 +170,9 @@ class Stream:
         @ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.POINTER(ctypes.c_uint64)))
         def add_up(arguments: Any) -> None:
             table, answer, count = (arguments[number][0] for number in range(3))
-            assert not any(arguments[number][0] for number in range(3, cuda_driver.ARGUMENTS_MAX)), (
-                "scratch that Triton adds is null"
-            )
+            assert not any(
+                arguments[number][0] for number in range(3, cuda_driver.ARGUMENTS_MAX + cuda_driver.SCRATCH_POINTERS)
+            ), "scratch that Triton adds is null"
             numbers = (ctypes.c_int64 * count).from_address(table)
             ctypes.c_int64.from_address(answer).value = sum(numbers)
 
@@ -198,14 +198,12 @@ class Stream:
         function = ctypes.cast(self._kernel, ctypes.c_void_p).value
         assert function is not None and self._stream.value is not None and self._event.value is not None
         cuda_driver.launch(
-            function,
+            cuda_driver.KernelHandle(function, 128, 0),
             grid,
-            (128, 0),
             (device, device + 8 * N, N),
-            self._stream.value,
-            self._event.value,
-            cuda_driver.Copy(host, device, 8 * N),
-            cuda_driver.Copy(host + 8 * N, device + 8 * N, 8),
+            (self._stream.value, self._event.value),
+            cuda_driver.PinnedCopy(host, device, 8 * N),
+            cuda_driver.PinnedCopy(host + 8 * N, device + 8 * N, 8),
         )
 
     def wait(self) -> None:

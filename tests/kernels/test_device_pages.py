@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvtier.format.geometry import padded
 from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch, gather, scatter
-from kvtier.kernels.table_kernel import Answer, TableKernel
+from kvtier.kernels.table_kernel import TableAnswer, TableKernel
 from tests.kernels.device_pages import GUARD, LAYOUTS, Cache, noise
 from tests.kernels.device_rig import DEVICE, device
 
@@ -206,7 +206,7 @@ def test_slabs_that_are_off_are_moved_in_narrower_words(
     launches: list[dict[str, int]] = []
 
     class Recorder(TableKernel):
-        def launch(self, *arguments: Any, **options: Any) -> Answer:
+        def launch(self, *arguments: Any, **options: Any) -> TableAnswer:
             launches.append(self._constants)
             return super().launch(*arguments, **options)
 

@@ -50,8 +50,8 @@ class CudaInt8(CodedPages):
             )
         super().__init__(pages, coder, held)
         self._k, self._v = (PlaneShape(size, max(64, 1 << (size - 1).bit_length())) for size in sizes)
-        self.encode_kernel = self._kernel(encode_chunks, encode_tiling, PAIRS=PAIRS_PER_PAGE)
-        self.decode_kernel = self._kernel(decode_chunks, decode_tiling)
+        self.encode_kernel = self._kernel(encode_chunks, encode_tiling, {"PAIRS": PAIRS_PER_PAGE})
+        self.decode_kernel = self._kernel(decode_chunks, decode_tiling, {})
         self.prepare()
 
     def encode_arguments(self, group: Group, answers: TableAt) -> Sequence[Argument]:
@@ -63,9 +63,9 @@ class CudaInt8(CodedPages):
     def _place(self, group: Group) -> tuple[int, ...]:
         return group.patch.page_layer, group.patch.page_head, group.slab_start, group.slab_bytes
 
-    def _kernel(self, kernel: Any, tiling: Int8Tiling, **constants: int) -> TableKernel:
-        constants |= {"num_warps": tiling.warps, "enable_fp_fusion": False}
-        return TableKernel(kernel, K=self._k, V=self._v, C=self._shape(tiling), **constants)
+    def _kernel(self, kernel: Any, tiling: Int8Tiling, constants: dict[str, Any]) -> TableKernel:
+        constants |= {"K": self._k, "V": self._v, "C": self._shape(tiling)}
+        return TableKernel(kernel, constants | {"num_warps": tiling.warps, "enable_fp_fusion": False})
 
     def _shape(self, tiling: Int8Tiling) -> Int8ChunkShape:
         rows = max(1, tiling.elements // max(self._k.padded, self._v.padded))

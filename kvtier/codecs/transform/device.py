@@ -99,8 +99,8 @@ class CudaTransform(CodedPages):
                 [tuple(x.contiguous().to(device) for x in (part[which], part.numbers, part.whole)) for part in parts]
                 for which in (0, 1)
             )
-        self.encode_kernel = self._kernel(encode_chunks, tilings.encode, shapes[0], PAIRS=PAIRS_PER_PAGE)
-        self.decode_kernel = self._kernel(decode_chunks, tilings.decode, shapes[1])
+        self.encode_kernel = self._kernel(encode_chunks, tilings.encode, shapes[0], {"PAIRS": PAIRS_PER_PAGE})
+        self.decode_kernel = self._kernel(decode_chunks, tilings.decode, shapes[1], {})
         self.prepare()
 
     def encode_arguments(self, group: Group, answers: TableAt) -> Sequence[Argument]:
@@ -110,10 +110,10 @@ class CudaTransform(CodedPages):
         return self.planes, TableAt(0), self._tables, *self._decoding, *self.place(group)
 
     def _kernel(
-        self, kernel: Any, tiling: TransformTiling, shape: TransformShape, **constants: int | None
+        self, kernel: Any, tiling: TransformTiling, shape: TransformShape, constants: dict[str, Any]
     ) -> TableKernel:
-        constants |= {"num_warps": tiling.warps, "num_stages": 1, "enable_fp_fusion": False}
-        return TableKernel(kernel, K=self._k, V=self._v, C=shape, maxnreg=tiling.registers, **constants)
+        constants |= {"K": self._k, "V": self._v, "C": shape, "maxnreg": tiling.registers}
+        return TableKernel(kernel, constants | {"num_warps": tiling.warps, "num_stages": 1, "enable_fp_fusion": False})
 
 
 class _PlaneParts(NamedTuple):

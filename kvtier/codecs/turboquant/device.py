@@ -91,8 +91,10 @@ class CudaTurboquant(CodedPages):
         k, v = (tables.code for tables in self._tables)
         by_warps = k.suits_warps and v.suits_warps
         tiling = encode_tiling if by_warps else whole_tiling
-        self.encode_kernel = self._kernel(encode_chunks, tiling, by_warps, PAIRS=PAIRS_PER_PAGE)
-        self.decode_kernel = self._kernel(decode_chunks, decode_tiling)
+        self.encode_kernel = self._kernel(
+            encode_chunks, tiling, self._shape(tiling, by_warps), {"PAIRS": PAIRS_PER_PAGE}
+        )
+        self.decode_kernel = self._kernel(decode_chunks, decode_tiling, self._shape(decode_tiling, False), {})
         self.prepare()
 
     def encode_arguments(self, group: Group, answers: TableAt) -> Sequence[Argument]:
@@ -106,12 +108,11 @@ class CudaTurboquant(CodedPages):
         return self.planes, TableAt(0), *tables, *self.place(group)
 
     def _kernel(
-        self, kernel: Any, tiling: TurboquantTiling, by_warps: bool = False, **constants: int | None
+        self, kernel: Any, tiling: TurboquantTiling, shape: TurboquantChunkShape, constants: dict[str, Any]
     ) -> TableKernel:
         k, v = (tables.code for tables in self._tables)
-        constants |= {"num_warps": tiling.warps, "num_stages": 1, "enable_fp_fusion": False}
-        constants |= {"maxnreg": tiling.registers_for(k, v)}
-        return TableKernel(kernel, K=k, V=v, C=self._shape(tiling, by_warps), **constants)
+        constants |= {"K": k, "V": v, "C": shape, "maxnreg": tiling.registers_for(k, v)}
+        return TableKernel(kernel, constants | {"num_warps": tiling.warps, "num_stages": 1, "enable_fp_fusion": False})
 
     def _shape(self, tiling: TurboquantTiling, by_warps: bool) -> TurboquantChunkShape:
         sizes = self.tokens, self.block_tokens

@@ -4,12 +4,12 @@
 
 namespace kvtier {
 
-constexpr uint32_t kArgumentsMax = 24;  // the driver takes as many of them as the kernel has
+constexpr uint32_t kArgumentsMax = 24;  // the driver reads as many as the kernel declares
 
-// As kvtier/io/cuda.py packs it.
+// kvtier/io/cuda.py packs this struct.
 struct LaunchSpec {
   CuStream stream;
-  CuEvent event;  // recorded behind all
+  CuEvent event;  // recorded after all operations
   void* function;
   const void* table;  // pinned, copied to table_target first
   uint64_t table_target, table_bytes;
