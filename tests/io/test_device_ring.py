@@ -127,6 +127,23 @@ def test_one_read_is_cut_over_the_threads(cuda: CudaDouble, fd: int) -> None:
         assert cuda.copies() - before == 8
 
 
+def test_a_device_that_is_late_is_not_taken_for_a_file_that_hangs(cuda: CudaDouble, fd: int) -> None:
+    """Threads that wait for a free slot have read their file: none stands in for them, with slots of its own."""
+    piece_bytes = 6 << 20
+    (record,) = stored(fd, 1, 24 * piece_bytes, 1)
+    (target,) = targets_of([record])
+    with Ring(4, PIECE_BYTES, device=DeviceRing(0, piece_bytes, 3)) as ring:
+        opened = cuda.outstanding()
+        cuda.close_gate()
+        batch = ring.submit([device_op(record, fd, target)])
+        cuda.wait_until_copying(4 * 3)
+        time.sleep(0.2)  # until all threads wait for the device
+        ring.widen(0.1)
+        assert cuda.outstanding() == opened
+        cuda.open_gate()
+        assert finished(batch)[0].ok and holds(target, record)
+
+
 def test_reads_for_host_and_device_and_writes_in_one_batch(cuda: CudaDouble, fd: int) -> None:
     records = stored(fd, 8)
     targets = targets_of(records)
