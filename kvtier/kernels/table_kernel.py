@@ -195,10 +195,10 @@ _preallocated: defaultdict[torch.device, deque[_LaunchBuffer]] = defaultdict(deq
 
 
 def prepare(device: torch.device) -> None:
-    """Make tables for the next launches now: to allocate memory of the device may wait for it."""
-    pin_tables(device)
+    """Allocate memory for the next launches now: to allocate memory of the device may wait for the device."""
     if device.type == "cuda":
         while len(_preallocated[device]) < TABLES_AHEAD:
             buffer = _LaunchBuffer(TABLE_WORDS, device)
             buffer.event.synchronize()  # its memory may have been another tensor's on this stream; others will use it
             _preallocated[device].append(buffer)
+    pin_tables(device)  # after the buffers, which else would take them

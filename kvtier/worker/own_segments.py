@@ -57,12 +57,11 @@ class OwnSegments:
         try:
             leased = files.lease(chunk.set_id, part, for_writing=True)
             if leased is None:
-                new = {(chunk.set_id, part)} if files.create(header) else set[Name]()
-                for file in new:  # the file that had those records was removed; two threads may have noted it
-                    while file in self.accepted:
-                        self.accepted.remove(file)
+                name, is_new = (chunk.set_id, part), files.create(header)
+                while is_new and name in self.accepted:  # of a file that was removed; two threads may have noted it
+                    self.accepted.remove(name)
                 with suppress(IndexUnavailable):  # the records wait for the index anyway, to be published
-                    self._leave_unknown(files, {chunk.set_id}, new)
+                    self._leave_unknown(files, {chunk.set_id}, {name} if is_new else ())
                 leased = files.lease(chunk.set_id, part, for_writing=True)
         except TierUnavailable:
             # A reset removes the set with its namespace's folder, which is no fault of the storage.
