@@ -3,8 +3,9 @@
     python -m benchmarks.gpu.engine JOB.json RESULT.json TIMEOUT_S
 
 Job: EngineSetup.job with "steps": [[name, arguments...], ...], functions of steps.py and of the scripts, and optionally
-"watch": N, to digest one of N chunks of kvtier. processes.py starts it and sets the environment. By that the engine's
-core runs in this process (systems.environment_of), or in its own as by vLLM's default (systems.OWN_PROCESS).
+"watch": N, to digest one of N chunks of kvtier. processes.py starts it and sets the environment. The environment
+decides whether the engine's core runs in this process (systems.environment_of) or in its own, as it does by vLLM's
+default (systems.OWN_PROCESS).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ DUMP_BEFORE_END_S = 5.0  # stacks are written so long before the timeout
 
 
 class MeasuredEngine:
-    """vLLM with one of the systems. This thread passes requests to the engine's core, and runs it if it is here."""
+    """vLLM with one of the systems. This thread passes requests to the engine's core, and runs the core if that is in
+    this process."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         from vllm import LLM
@@ -185,7 +187,7 @@ def main(job_path: Path, result_path: Path, timeout_s: float) -> None:
     os._exit(0)
 
 
-if __name__ in ("__main__", "__mp_main__"):  # the latter in a core's process that vLLM spawns and does not fork
+if __name__ in ("__main__", "__mp_main__"):  # __mp_main__: a core's process that vLLM has spawned, not forked
     inside.extend_core()
 if __name__ == "__main__":
     main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))

@@ -14,8 +14,8 @@ from typing import Any
 NATIVE_CPU_BYTES = 24 << 30  # host memory of vLLM's own tiering; the largest prompt of the 8B model has 13.1 GB
 LMCACHE_BUFFER_MIB = 14336  # HBM that a 100,000-token prompt of an 8B model fits into; else LMCache drops the hit
 LMCACHE_IO_THREADS = 16  # one a core; LMCache's default is 4
-# vLLM's default: the engine's core has a process of its own (environment_of keeps it in the benchmark's). The second
-# variable lets the benchmark send functions there.
+# These variables give the engine's core a process of its own, which is vLLM's default, and let the benchmark call
+# functions there. environment_of keeps the core in the benchmark's process.
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
 

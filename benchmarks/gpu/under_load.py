@@ -7,8 +7,8 @@ writes over several files; 16 x 12,000, 64 x 4,000, one prefix of 8,000), and a 
 the 16 prompts beside 16 requests that decode. Rates are shares of what pinned copies, direct reads and direct writes
 reach in the same run.
 
-The engine's core has a process of its own, as by default and in a server, so it begins with the first requests of a
-burst while it receives the others. A token's time is the one at which the core emitted it, from vLLM's own metrics.
+The engine's core has a process of its own, which is vLLM's default, so it begins with the first requests of a burst
+while it receives the others. A token's time is the one at which the core emitted it, from vLLM's own metrics.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _run(
 ) -> Found:
     """Ask all prompts at once for one token each; return when the core emitted them, and the hit tokens.
 
-    `added_s`: time in which all requests were passed to the core. `received_s`: time until this process had all tokens.
+    `added_s`: time to pass all requests to the core. `received_s`: time until this process had received all tokens.
     others: requests under way, whose pace until the last of the tokens is `beside`.
     """
     llm, first_token_s, n_hits = engine.llm.llm_engine, dict[str, float](), 0

@@ -68,7 +68,7 @@ def test_sums_are_started_without_waiting() -> None:
     assert [found.wait()[0] for found in pending] == [quiet[n:] for n in range(8)]
 
 
-def test_a_table_larger_than_a_slot_and_answers_that_nobody_waits_for() -> None:
+def test_a_table_larger_than_a_launch_buffer_and_answers_that_no_thread_awaits() -> None:
     slabs = noise(6000 * 4096, 4).view(6000, 4096)
     halves = [SlabRun(slabs[first : first + 3000], bytes(16), first, 0) for first in (0, 3000)]
     wanted = [device_checksum.slab_checksums([half]).wait()[0] for half in halves]
