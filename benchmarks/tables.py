@@ -108,6 +108,7 @@ def ttft_more() -> Lines:
     """TTFT from a disk, with codecs and on two GPUs: a row for each length and system."""
     names = {"ttft_disk": "raw, disk", "ttft_arena": "raw, host arena", "two_gpus_ttft": "70B at TP=2, raw, tmpfs"}
     names |= {"two_gpus_ttft_k4v4": "70B at TP=2, k4v4, tmpfs"}
+    names |= {"two_gpus_ttft_032": "half of 70B's layers at TP=2, raw, tmpfs, vLLM 0.32.0, H100"}
     names |= {f"ttft_tmpfs_{codec}": f"{codec}, tmpfs" for codec in ("raw", "int8", "k4v4", "tc4")}
     names |= {"ttft_disk_k4v4": "k4v4, disk"}
     lines = [[label, *row] for name, label in names.items() for row in ttft.table_rows(read(f"gpu/{name}")["rows"])]
@@ -285,8 +286,8 @@ simple(
 for name, about in {
     "": "`@16x2x2`: 16 threads a rank with 2 buffers of 2 MiB, without it 12 with 2 of 4 MiB; reads-of-shards and "
     "pinned-copies are ceilings of both ranks at once",
-    "_peers": "in the first of three turns tests ran on another GPU; reads-of-shards and pinned-copies are ceilings of "
-    "both ranks at once",
+    "_peers": "16 threads a rank with 2 buffers of 2 MiB; reads-of-shards and pinned-copies are ceilings of both ranks "
+    "at once",
 }.items():
     simple(
         f"weights-two-ranks{name.replace('_', '-')}",
