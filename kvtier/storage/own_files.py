@@ -5,6 +5,7 @@ magic (8 bytes)   size of the body (u64, little endian)   body   blake3 of the b
 
 import logging
 import os
+import re
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -19,10 +20,12 @@ log = logging.getLogger("kvtier")
 
 FOLDER = LOCAL_STATE / f"kvtier-{os.getuid()}"
 FILE_BYTES_MAX = 1 << 30  # longest file that is read, bytes
+FOLDER_BYTES_MAX = 1 << 30  # of one user's files of a folder and kind; those used longest ago are removed beyond it
 
 
 class OwnFiles:
-    """Folder of files, one for each key. Failures cost the work of making a body again and nothing else."""
+    """Folder of files, one for each key, a hash in hexadecimal digits. Failures cost the work of making a body again
+    and nothing else."""
 
     def __init__(self, folder: Path, kind: str, magic: bytes) -> None:
         """Name the folder.
@@ -31,6 +34,8 @@ class OwnFiles:
         earlier kvtier must not be used any more.
         """
         self._folder, self._kind, self._magic = folder, kind, magic
+        # With drafts, which killed writers leave behind. The folder may be the user's own: no other file is removed.
+        self._removable = re.compile(rf"[0-9a-f]{{64}}\.{kind}|\.[0-9a-f]{{64}}\.{kind}\.[0-9a-f]{{32}}")
 
     def get(self, key: str) -> bytes | None:
         """Return the body that this user stored; None if there is none, or a damaged one, which is removed."""
@@ -40,6 +45,8 @@ class OwnFiles:
                 status = os.fstat(file.fileno())
                 if status.st_uid != os.getuid() or status.st_size > FILE_BYTES_MAX:
                     raise Corrupt("it is of another user, or too long")
+                with suppress(OSError):  # on a read-only file system
+                    os.utime(file.fileno())  # the time of use, by which files are removed
                 return self._body(file.read())
         except FileNotFoundError:
             return None
@@ -68,8 +75,27 @@ class OwnFiles:
             for folder in (self._folder.parent, self._folder):  # parents made by mkdir get the mode of the umask
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             replace_small(self.path(key), content)
+            self._remove_unused()
         except OSError as error:
             log.info("cannot keep the %s in %s: %s", self._kind, self._folder, error)
+
+    def _remove_unused(self) -> None:
+        """Remove this user's files that were used longest ago, beyond FOLDER_BYTES_MAX. Other processes may do the same
+        at the same time. Raises OSError."""
+        found = []
+        for entry in os.scandir(self._folder):
+            if self._removable.fullmatch(entry.name):
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if status.st_uid == os.getuid():
+                        found.append((status.st_mtime_ns, status.st_size, entry.path))
+        excess = sum(n_bytes for _, n_bytes, _ in found) - FOLDER_BYTES_MAX
+        for _, n_bytes, path in sorted(found)[:-1]:  # the last one is new
+            if excess <= 0:
+                break
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            excess -= n_bytes
 
     def path(self, key: str) -> Path:
         return self._folder / f"{key}.{self._kind}"

@@ -3,10 +3,13 @@
 import errno
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
+from kvtier.storage import own_files
 from kvtier.storage.own_files import OwnFiles
 
 KEY = "key"
@@ -66,3 +69,60 @@ def test_a_folder_that_cannot_be_made_costs_the_file(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.INFO, "kvtier"):
         files(Path("/proc/none")).put(KEY, b"body")
     assert "cannot keep the plan" in caplog.text
+
+
+def hashed(number: int) -> str:
+    return blake3(bytes([number])).hexdigest()
+
+
+def test_files_that_were_used_longest_ago_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_files, "FOLDER_BYTES_MAX", 3500)
+    own = files(tmp_path)
+    draft = tmp_path / f".{hashed(9)}.plan.{'0' * 32}"  # of a writer that was killed
+    users = [tmp_path / name for name in ("notes.plan", f"{hashed(8)}.kernel", ".git")]
+    for path in (draft, *users):
+        path.write_bytes(bytes(1000))
+        os.utime(path, (1, 1))
+    for number in range(3):
+        own.put(hashed(number), bytes(1000))
+        os.utime(own.path(hashed(number)), (10 + number, 10 + number))
+    assert not draft.exists()
+    assert own.get(hashed(0)) is not None
+    own.put(hashed(3), bytes(1000))
+    assert [own.get(hashed(number)) is not None for number in range(4)] == [True, False, True, True]
+    own.put(hashed(4), bytes(5000))
+    assert [own.get(hashed(number)) is not None for number in range(5)] == [False] * 4 + [True]
+    assert all(path.exists() for path in users)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+def test_files_of_other_users_are_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_files, "FOLDER_BYTES_MAX", 1500)
+    own = files(tmp_path)
+    for number in range(3):
+        own.put(hashed(number), bytes(1000))
+        os.utime(own.path(hashed(number)), (number, number))
+        if number == 0:
+            os.chown(own.path(hashed(0)), 4242, -1)
+    assert [own.path(hashed(number)).exists() for number in range(3)] == [True, False, True]
+
+
+def test_ranks_that_write_at_the_same_time_keep_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(own_files, "FOLDER_BYTES_MAX", 10_000)
+    with caplog.at_level(logging.INFO, "kvtier"), ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: files(tmp_path).put(hashed(number), bytes(1000)), range(200)))
+    assert 5_000 <= sum(path.stat().st_size for path in tmp_path.iterdir()) <= 10_000
+    assert not caplog.records
+
+
+def test_a_read_only_file_system_gives_the_body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = files(tmp_path)
+    own.put(KEY, b"body")
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EROFS, "read-only file system")
+
+    monkeypatch.setattr(os, "utime", refused)
+    assert own.get(KEY) == b"body"
