@@ -1,11 +1,11 @@
 """`kvtier weights`: bytes that each rank of an engine loads (`plan`), files with just those (`shard`), checksums of
 weight files (`verify`), and the rate at which they load (`bench`)."""
 
-import os
 import shlex
 import time
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import ModuleType
 from typing import Annotated, Literal
 
@@ -50,8 +50,13 @@ def verify_weights(
     with progress("reading") as show:
         if write:
             files = weight_files(folder)
-            if not os.access(folder, os.W_OK):
-                raise NotDone(f"{folder} cannot be written to, and the manifest must stand there, beside the files")
+            try:
+                with TemporaryFile(dir=folder):  # a manifest that cannot be made is found before all is read
+                    pass
+            except OSError as error:
+                fix = "run this as a user who may, on a machine that has it mounted for writing, with room on its disk"
+                what = f"cannot be written to ({error.strerror}), and the manifest must stand there, beside the files"
+                raise NotDone(f"{folder} {what}: {fix}") from None
             for path in files:  # a manifest of a broken file would declare it good
                 read_header(path)
             with WeightReader(progress=lambda landed: show(landed, total)) as reader:

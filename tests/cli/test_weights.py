@@ -1,13 +1,16 @@
 """`kvtier weights verify` and `bench`."""
 
+import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from kvtier.weights.reader import WeightReader
 from tests.cli.asking import Cli
 from tests.damage import flip
 
@@ -62,9 +65,18 @@ def test_a_broken_file_gets_no_manifest(folder: Path, cli: Cli) -> None:
 
 
 def test_a_folder_that_cannot_be_written_to(folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command says so before it reads the files."""
-    monkeypatch.setattr(os, "access", lambda path, mode, **_: mode != os.W_OK)
-    assert "cannot be written to" in cli.refused("weights", "verify", str(folder), "--write")
+    """The command says so before it reads the files, also where access(2) allows it, as with some FUSE mounts."""
+    plain_open = os.open
+
+    def refused(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & (os.O_CREAT | os.O_TMPFILE) and Path(path).is_relative_to(folder):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return plain_open(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refused)
+    monkeypatch.setattr(WeightReader, "sums", lambda *_: pytest.fail("the files were read"))
+    said = cli.refused("weights", "verify", str(folder), "--write")
+    assert said.startswith(f"{folder} cannot be written to (Read-only file system)") and "run this as a user" in said
 
 
 def test_files_in_the_format_of_mistral(folder: Path, cli: Cli) -> None:
