@@ -144,7 +144,7 @@ def test_a_client_that_writes_behind_is_measured_with_its_flush(
 def test_the_fastest_is_picked(tmp_path: Path) -> None:
     rates = {("ring", 12): 48e9, ("ring", 16): 53.5e9, ("kvikio", 16): 46e9}
     machine = Machine(lambda choice: rates.get(choice[:2], 30e9) - choice.piece_bytes)
-    found = run(machine, ask_of(tmp_path))
+    found = run(machine, ask_of(tmp_path, in_memory=False, direct=True))
     assert found.choice == EngineChoice("ring", 16, MIB, 4)
     assert found.read_bytes_s == pytest.approx(53.5e9, rel=0.01)
     assert found.write_bytes_s == pytest.approx(2e9, rel=0.01) and found.latency_s and found.latency_s < 0.01
@@ -169,7 +169,7 @@ def test_the_best_and_the_usual_are_measured_again(tmp_path: Path) -> None:
             return 20e9 if tries[choice] == 1 else 50e9
         return 1e9 if choice.engine == "kvikio" else 30e9 + choice.threads * 1e8
 
-    found = run(Machine(rate_of), ask_of(tmp_path))
+    found = run(Machine(rate_of), ask_of(tmp_path, in_memory=False, direct=True))
     assert found.choice == USUAL and found.read_bytes_s == pytest.approx(50e9, rel=0.01)
     assert tries[USUAL] == 2 and len(tries) > 4
     assert {choice for choice, n in tries.items() if n == 2 and choice != USUAL} == {

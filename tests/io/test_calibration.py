@@ -81,6 +81,16 @@ def test_ranks_of_one_machine_share_its_processors_and_their_cache(monkeypatch: 
     assert {choice.threads for choice in second_round(default_choice(two, BIG_CACHE), two, BIG_CACHE)} == {8, 16}
 
 
+def test_a_file_in_memory_is_read_into_a_device_in_pieces_of_the_default_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    in_memory, on_disk = (Ask(Path("/x"), DEVICE, True, in_memory) for in_memory in (True, False))
+    usual = default_choice(in_memory, BIG_CACHE)
+    assert first_round(in_memory, BIG_CACHE) == (usual,)
+    assert {choice.threads for choice in second_round(usual, in_memory, BIG_CACHE)} == {8, 16}
+    assert {choice.piece_bytes for choice in first_round(on_disk, BIG_CACHE)} == {4 * MIB, 2 * MIB, MIB}
+    assert {choice.threads for choice in second_round(usual, on_disk, BIG_CACHE)} == {8, 16}, "24 do not fit the cache"
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_auto_means_kvikio_where_it_is_installed(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None) if installed else None)
