@@ -233,8 +233,7 @@ def _begin(settings: Settings) -> Root:
     # While requests arrive, vLLM hashes their tokens on a thread of its own. A lookup releases the lock now and then,
     # and each time it then waited 5 ms. With 0.1 ms the first load of 16 began 50 ms sooner, and the last of them
     # ended 12 % sooner (H100, in turns; results/gpu/switch_interval.json).
-    if settings.switch_interval_s is not None:
-        sys.setswitchinterval(min(sys.getswitchinterval(), settings.switch_interval_s))
+    sys.setswitchinterval(min(sys.getswitchinterval(), settings.switch_interval_s))
     return in_time(settings.root, "opening the root and reading its owner.json", partial(open_root, settings))
 
 

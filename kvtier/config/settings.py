@@ -175,7 +175,7 @@ class Settings(BaseSettings):
     writer_lease_s: time without a renewed lease after which a writer's open segments count as abandoned.
     touch_interval_s: interval at which recency is written; shutdown_drain_s: time that a stop waits for saves.
     switch_interval_s: longest time for which a thread of the engine's processes keeps Python's interpreter lock while
-    another one waits for it; None: Python's own, 5 ms.
+    another one waits for it; Python's own is 5 ms.
     """
 
     model_config = SettingsConfigDict(
@@ -203,7 +203,7 @@ class Settings(BaseSettings):
     writer_lease_s: Annotated[Seconds, Field(ge=TIMEOUT_S_MIN)] = 30.0
     touch_interval_s: Annotated[Seconds, Field(ge=TOUCH_S_MIN)] = 5.0
     shutdown_drain_s: Seconds = 5.0
-    switch_interval_s: Annotated[Seconds, Field(ge=SWITCH_S_MIN)] | None = 1e-4
+    switch_interval_s: Annotated[Seconds, Field(ge=SWITCH_S_MIN)] = 1e-4
 
     @field_validator("root")
     @classmethod

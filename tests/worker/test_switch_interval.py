@@ -19,7 +19,7 @@ def _pythons_own() -> Iterator[None]:
     sys.setswitchinterval(before_s)
 
 
-@pytest.mark.parametrize(("changes", "interval_s"), [({}, 1e-4), ({"switch_interval_s": None}, PYTHONS_OWN_S)])
+@pytest.mark.parametrize(("changes", "interval_s"), [({}, 1e-4), ({"switch_interval_s": PYTHONS_OWN_S}, PYTHONS_OWN_S)])
 def test_threads_of_an_engine_hand_over_the_lock_sooner_unless_told_not_to(
     tmp_path: Path, changes: dict[str, object], interval_s: float
 ) -> None:
