@@ -27,7 +27,7 @@ def lookup(
     given = prompts.PromptOptions(tokens, prompt, prompt_file, salt)
     if not given.is_given(ctx):
         raise NotDone("which prompt? name one with --tokens, --prompt or --prompt-file")
-    with deployment(path, config, needs_settings=False) as opened:
+    with deployment(path, config, needs_settings=False, reads=True) as opened:
         namespace_id = None if namespace is None else prompts.namespace_of(namespace, opened)
         answer = look_up(opened, prompts.tokens_of(given, opened, namespace_id), salt, namespace_id)
     show(answer, as_json, _print)

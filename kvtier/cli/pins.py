@@ -48,7 +48,7 @@ def pin(
             raise NotDone("a prefix is one of a namespace: add --namespace")
         if label or ttl_s is not None:
             raise NotDone("this says how long to pin, or what for, but not what: add --namespace")
-        with deployment(path, config) as opened:
+        with deployment(path, config, reads=True) as opened:
             show(list_pins(opened), as_json, _print)
         return OK
     with deployment(path, config) as opened:

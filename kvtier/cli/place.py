@@ -17,11 +17,13 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier.admin.opened import Opened, open_for_admin
+from kvtier.admin.opened import Opened, open_for_admin, opened
+from kvtier.cli.root import readable_index
 from kvtier.config.kv_transfer import ROOT_VARIABLE
 from kvtier.config.settings import Settings, has_root_variable
 from kvtier.errors import ConfigError
-from kvtier.storage.root import Root, find_root, with_default_capacity
+from kvtier.index.open import open_index
+from kvtier.storage.root import Root, find_root, is_read_only, with_default_capacity
 from kvtier.storage.start_wait import in_time
 
 SETTINGS_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
@@ -92,8 +94,11 @@ def find_place(path: Path | None, config: Path | None) -> CommandTarget:
 
 
 @contextmanager
-def deployment(path: Path | None, config: Path | None, needs_settings: bool = True) -> Iterator[Opened]:
-    """Open the root with its index. needs_settings: refuse a folder alone. Raises ConfigError, IndexUnavailable."""
+def deployment(
+    path: Path | None, config: Path | None, needs_settings: bool = True, *, reads: bool = False
+) -> Iterator[Opened]:
+    """Open the root with its index. needs_settings: refuse a folder alone. reads: also on a read-only mount. Raises
+    ConfigError, IndexUnavailable."""
     place = find_place(path, config)
     if place.is_bare and needs_settings:
         fix = (
@@ -105,8 +110,15 @@ def deployment(path: Path | None, config: Path | None, needs_settings: bool = Tr
         raise ConfigError(
             "config", None, f"there is no index at {place.root.path}: name the settings with --config FILE"
         )
-    with closing(open_for_admin(place.settings)) as opened:
-        yield opened
+    if not (reads and is_read_only(place.root)):
+        with closing(open_for_admin(place.settings)) as found:
+            yield found
+    elif place.settings.index.kind == "redis" and place.root.root_id:
+        with closing(open_index(place.settings, place.root)) as index:
+            yield opened(place.settings, place.root, index)
+    else:
+        with readable_index(place.root) as index:
+            yield opened(place.settings, place.root, index)
 
 
 def load_settings(config: Path | None) -> Settings:

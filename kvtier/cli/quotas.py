@@ -41,7 +41,7 @@ def quota(
     if is_change != (tenant is not None or namespace is not None):
         fix = "--tenant LABEL or --namespace ID" if is_change else "--set SIZE, --unlimited or --reset"
         raise NotDone(f"a quota is changed by whose it is and what it is to be: add {fix}")
-    with deployment(path, config) as opened:
+    with deployment(path, config, reads=not is_change) as opened:
         if is_change:
             note = tenant_note(tenant) if tenant is not None else namespace_note(namespace_of(namespace or "", opened))
             if reset:

@@ -13,7 +13,7 @@ from kvtier.maintenance.scrub import NamespaceStats, RootStats
 from kvtier.maintenance.scrub import stats as stats_of
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 from kvtier.runtime.units import rate, size
-from kvtier.storage.root import Root
+from kvtier.storage.root import Root, is_read_only
 
 WORKERS_SHOWN, PREFIXES_SHOWN = 50, 10
 
@@ -22,9 +22,11 @@ WORKERS_SHOWN, PREFIXES_SHOWN = 50, 10
 def stats(path: PathArgument = None, config: ConfigOption = None, as_json: JsonOption = False) -> int:
     """Show what a root stores. Of a deployment, it also shows how its engines fare."""
     place = find_place(path, config)
-    if place.is_bare or place.settings.index.kind == "memory":
+    kind = place.settings.index.kind
+    # Without the index nothing is known of engines. A reader of it has to write to its files.
+    if place.is_bare or kind == "memory" or (kind == "embedded" and is_read_only(place.root)):
         return _stats_of_root(place.root, as_json)
-    with deployment(path, config) as opened:
+    with deployment(path, config, reads=True) as opened:
         seen = snapshot(opened)
         if as_json:
             head = {"root": str(opened.root.path), "index_kind": opened.settings.index.kind}

@@ -26,7 +26,7 @@ def verify(path: PathArgument = None, config: ConfigOption = None, as_json: Json
     signer = place.settings.signing.signer()
     if place.settings.index.kind != "redis":  # an index in Redis says what should be on disk
         return _verify(place.root, as_json, signer)
-    with deployment(path, config) as opened:
+    with deployment(path, config, reads=True) as opened:
         return _verify(place.root, as_json, signer, opened.index)
 
 

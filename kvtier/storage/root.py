@@ -179,6 +179,11 @@ def find_root(path: Path) -> Root:
     return Root(path.absolute(), folder, owner.index_path if owner else None, owner.root_id if owner else "")
 
 
+def is_read_only(root: Root) -> bool:
+    """Return whether the root is mounted read-only here. Raises OSError."""
+    return bool(os.statvfs(root.folder).f_flag & os.ST_RDONLY)
+
+
 def check_space(path: Path, needed_bytes: int) -> None:
     """Raises ConfigError unless the disk of the root at `path` has `needed_bytes` (on disk), free or in segments. Where
     there is no root yet, that is the disk on which it would be made.
@@ -475,8 +480,6 @@ def _config_error(path: Path, error: OSError, needed_bytes: int) -> ConfigError:
     elif error.errno in NO_DESCRIPTOR:
         fix = f"{error.strerror}{limit_hint(error)}"
     else:
-        fix = (
-            f"not writable: {error.strerror} ({error.filename}); make it writable for this user or choose another root"
-            f"{squash_hint(error)}"
-        )
+        how = "mount it for writing" if error.errno == errno.EROFS else "make it writable for this user"
+        fix = f"not writable: {error.strerror} ({error.filename}); {how} or choose another root{squash_hint(error)}"
     return ConfigError("root", str(path), fix)

@@ -4,8 +4,10 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,20 @@ def tokens(tmp_path: Path) -> str:
     path = tmp_path / "tokens.json"
     path.write_text(json.dumps(TOKENS + [1, 2, 3]))
     return str(path)
+
+
+@pytest.fixture
+def read_only(config: Path, tokens: str, cli: Cli) -> Iterator[Path]:
+    """The settings of a root that has a pin and is mounted read-only, as a volume of a pod may be."""
+    root = root_of(config)
+    cli.run("pin", str(config), "--namespace", namespace_of(config), "--tokens", tokens)
+    if subprocess.run(["mount", "--bind", str(root), str(root)], capture_output=True).returncode:
+        pytest.skip("mounting takes root")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(root)], check=True)
+        yield config
+    finally:
+        subprocess.run(["umount", "-l", str(root)], check=True)
 
 
 # --- which place ---
@@ -294,6 +310,21 @@ def test_quotas_are_set_lifted_and_reset(config: Path, cli: Cli) -> None:
 
 
 # --- bench, verify ---
+
+
+def test_a_read_only_root_can_be_looked_at(read_only: Path, tokens: str, cli: Cli) -> None:
+    """Commands that change nothing were refused: each tried to write to the root first."""
+    values = cli.json("stats", str(read_only))
+    assert values["namespaces"][0]["chunks"] == CHUNKS and values["root"] == str(root_of(read_only))
+    assert cli.json("lookup", str(read_only), "--tokens", tokens)["hits"][0]["hit_chunks"] == CHUNKS
+    assert [pin["keys"] for pin in cli.json("pin", str(read_only))["pins"]] == [CHUNKS]
+    assert [quota["of"] for quota in cli.json("quota", str(read_only))["quotas"]] == ["search"]
+    assert cli.json("verify", str(read_only))["records"] == CHUNKS
+
+
+@pytest.mark.parametrize("words", [("index", "check"), ("index", "rebuild"), ("evict", "--bytes", "1MiB", "--yes")])
+def test_what_needs_a_writable_root_says_so(words: tuple[str, ...], read_only: Path, cli: Cli) -> None:
+    assert "mount it for writing" in cli.refused(*words, "--config", str(read_only))
 
 
 def test_bench_measures_beside_ceilings(config: Path, cli: Cli) -> None:

@@ -21,6 +21,7 @@ Never open lock.mdb while LMDB has it open: closing the descriptor would release
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -214,6 +215,9 @@ class SharedEnvironment:
             fix = f"this process has no address space for a map of that size ({error}): lower it, or raise ulimit -v"
             raise ConfigError("index.map_bytes", self._map_bytes, fix) from None
         except (lmdb.Error, OSError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EROFS:
+                fix = f"{error.strerror}, and readers write to its files too: mount it for writing"
+                raise ConfigError("index.path", self.path, fix) from None
             raise self._unavailable(None, error) from error
 
     def _path_fix(self) -> str:
