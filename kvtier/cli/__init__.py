@@ -4,33 +4,42 @@ import io
 import sys
 from collections.abc import Sequence
 
-import typer
-
-from kvtier.cli import (  # noqa: F401
-    bench,
-    calibrate,
-    check,
-    doctor,
-    evict,
-    index,
-    lookup,
-    pins,
-    plan,
-    quotas,
-    serve,
-    stats,
-    verify,
-    weights,
-)
-from kvtier.cli.app import app, drop_output
-from kvtier.runtime.exit_status import NOT_DONE, OK
+from kvtier.runtime.exit_status import INTERRUPTED, NOT_DONE, OK
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit status. `arguments`: without the program's name; None: those of the process."""
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:  # before a command began
+        return INTERRUPTED
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     if sys.stdout is None:  # closed, as by `>&-`: the next file that is opened would get its number
         print("standard output is closed: send it to a file, or to /dev/null", file=sys.stderr)
         return NOT_DONE
+    # Not at the top: they take a second, in which an interruption is to end without a traceback too.
+    import typer
+
+    from kvtier.cli import (  # noqa: F401
+        bench,
+        calibrate,
+        check,
+        doctor,
+        evict,
+        index,
+        lookup,
+        pins,
+        plan,
+        quotas,
+        serve,
+        stats,
+        verify,
+        weights,
+    )
+    from kvtier.cli.app import app, drop_output
+
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what its encoding cannot take is escaped
             stream.reconfigure(errors="backslashreplace")

@@ -48,6 +48,26 @@ def test_a_closed_output_is_said(root: Path) -> None:
     assert status == 2 and err.splitlines() == ["standard output is closed: send it to a file, or to /dev/null"]
 
 
+INTERRUPTED_IMPORT = """
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+runpy.run_module("kvtier.cli", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "numpy", "kvtier.admin.opened", "kvtier.cli.weights"])
+def test_an_interruption_while_modules_are_imported_is_status_130(module: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, module]
+    done = subprocess.run(command, capture_output=True, check=False, timeout=600)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
 @pytest.mark.parametrize("words", [["stats", "ROOT"], ["--version"], ["plan", "--help"]])
 def test_a_full_output_is_said_once(words: list[str], root: Path) -> None:
     """Words that end the program before a command begins are answered without a traceback, too."""
