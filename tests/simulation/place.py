@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakSet
 
 import kvtier.arena.arena
 import kvtier.eviction.set_removal
@@ -150,6 +151,7 @@ def installed(runtime: Runtime, disk: Disk) -> Iterator[None]:
         # descriptors close none of a simulated process, whose numbers are others' by then.
         put_function(kvtier.storage.open_segments, "register", lambda pool: None)
         put_function(kvtier.storage.segments, "close_in_process", lambda folder, set_id: None)
+        put(kvtier.storage.segments, "_folders", WeakSet())  # later tests close sets in all folders of their process
         put_function(kvtier.index.async_lookup, "_Lookup", ask)
         put_function(kvtier.scheduler.engine_report, "installed", lambda name: "simulated")
         put(Namespace, "canonical_json", lru_cache(Namespace.canonical_json))  # asked for in every tick

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from kvtier.arena.arena import SlotTable
+from kvtier.storage import segments
 from kvtier.storage.segments import SegmentFiles
 from tests.simulation.__main__ import command, folder
 from tests.simulation.entropy import watching_calls
@@ -138,3 +139,10 @@ def traces_of(runs: list[tuple[int, str]], secret: str) -> list[str]:
     traces = [line.split(" s, ")[1] for line in ran.stdout.splitlines()]
     assert all(traces)
     return traces
+
+
+def test_later_tests_meet_no_segments_of_a_simulation(tmp_path: Path) -> None:
+    """Its locks work only while it runs. `_folders` is what `close_in_process` goes through."""
+    before = set(segments._folders)
+    world = play(tmp_path, 3, 20, recipe_for("mixed", 3))
+    assert world is not None and set(segments._folders) <= before
