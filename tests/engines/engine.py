@@ -64,12 +64,10 @@ LLM_ARGUMENTS: dict[str, Any] = {
 def extra_config(root: str, **changes: Any) -> dict[str, Any]:
     """The connector's settings in these tests: small chunks and segments, so that a few prompts fill several."""
     small = {"chunk_tokens": CHUNK_TOKENS, "min_load_tokens": CHUNK_TOKENS, "segment_bytes": "16MiB"}
-    patient = {"save_chunks_max": 1024}  # a busy disk must not make these tests skip a chunk
     return {
         "root": root,
         "capacity_bytes": "1GiB",
         "host": {"arena_bytes": "64MiB"},
-        "queues": patient,
         **small,
         **changes,
     }

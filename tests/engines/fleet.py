@@ -30,7 +30,6 @@ SETTINGS: dict[str, Any] = {
     "chunk_tokens": 64,
     "min_load_tokens": 64,
     "segment_bytes": "8MiB",
-    "queues": {"save_chunks_max": 1024},
     "host": {"arena_bytes": "64MiB"},
     "writer_lease_s": 20.0,
 }
