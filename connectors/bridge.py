@@ -125,20 +125,18 @@ class SchedulerBridge:
         """
         request = self._requests[request_id]
         offer, request.offer, request.answer = request.offer, None, None
+        # Never the blocks of local hits: other requests use them too.
+        request.load_blocks = block_ids[request.computed_tokens // self._shape.block_tokens :]
         plan = None
         if offer is not None and offer.n_tokens == n_tokens:
             plan = self._plan_load(request, offer, block_ids)
         if plan is not None:
             self.room.planned.append(plan)
             self.room.under_way.add(request_id)
-            self.room.shared.begin(request_id, [chunk.key for chunk in plan.chunks], n_tokens)
+            self.room.shared.begin(request_id, (chunk.key for chunk in plan.chunks), n_tokens)
             request.own_tokens += n_tokens
-            request.load_blocks = frozenset(block for chunk in plan.chunks for block in chunk.block_ids)
         else:
-            # Never the blocks of local hits: other requests use them too.
-            failed = frozenset(block_ids[request.computed_tokens // self._shape.block_tokens :])
-            self._refused.append(LoadDone(request_id, failed))
-            request.load_blocks = failed
+            self._refused.append(LoadDone(request_id, frozenset(request.load_blocks)))
 
     def landed(self, request_id: str) -> None:
         """Note that the engine has the blocks of a request's load, if there was one, in its own cache."""
@@ -192,7 +190,7 @@ class SchedulerBridge:
         if failed_blocks:
             for request_id, request in self._requests.items():
                 request.answer = None  # it may name what failed
-                if request.load_blocks is not None and not request.load_blocks.isdisjoint(failed_blocks):
+                if request.load_blocks is not None and not failed_blocks.isdisjoint(request.load_blocks):
                     request.may_load = False  # I11
                     self.room.shared.end(request_id, has_failed=True)
                     # Chunks of a failed load are saved again once they are computed: workers skip those that are there.

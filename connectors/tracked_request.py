@@ -102,7 +102,7 @@ class TrackedRequest:
 
     arrival: number of the request, in the order in which requests came.
     keys: of its leading chunks, as far as they were needed, within `namespace`.
-    load_blocks: blocks of the load under way; None without one.
+    load_blocks: blocks of the load under way and those behind them; None without one.
     computed_tokens: tokens that the engine had by itself when it last asked for a hit.
     own_tokens: these, and those of the load that it then waited for.
     question: lookup pending in a remote index; answer: the last one received from any index.
@@ -116,7 +116,7 @@ class TrackedRequest:
     keys: list[bytes] = field(default_factory=list)
     progress: SaveProgress = field(default_factory=SaveProgress)
     offer: Offer | None = None
-    load_blocks: frozenset[int] | None = None
+    load_blocks: Sequence[int] | None = None
     computed_tokens: int = 0
     own_tokens: int = 0
     question: IndexQuestion | None = None

@@ -38,7 +38,7 @@ SHORT_OF_BLOCKS = 0.1  # share of vLLM's blocks; with fewer free, requests wait 
 class SchedulerHalf:
     """Called from the scheduler's thread only.
 
-    Block tables are part of the step if vLLM offers them (0.30), else they are mirrored from its allocations. A
+    Block tables are part of the step if vLLM offers them (0.30), else they are mirrored from its steps. A
     request's end saves no more than was computed: vLLM counts tokens that any connector is to load as computed before
     they arrive, so the progress of its steps is recorded here.
     """
@@ -120,11 +120,9 @@ class SchedulerHalf:
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """Note blocks given to a request; with `external_tokens`, plan the load of so many tokens."""
         self._track(request)
-        block_ids = list(blocks.get_block_ids()[0])
-        self._tables[request.request_id] = block_ids
         self._given.anew(request.request_id, blocks.blocks[0])
         if external_tokens > 0:
-            self._bridge.begin_load(request.request_id, block_ids, external_tokens)
+            self._bridge.begin_load(request.request_id, blocks.get_block_ids()[0], external_tokens)
         else:
             self._bridge.landed(request.request_id)
 
@@ -238,13 +236,14 @@ class SchedulerHalf:
 
     @contains_faults("reading a step")
     def _advance(self, scheduled: Any) -> None:
-        if not self._mirror_tables(scheduled):
+        resolve = getattr(getattr(scheduled, "kv_connector_block_state", None), "resolve_block_ids", None)
+        if resolve is not None or not self._mirror_tables(scheduled):
             self._tables.clear()  # later additions would be at wrong positions
-            return
+            if resolve is None:
+                return
         self._step_times.planned(
             scheduled.num_scheduled_tokens.keys(), scheduled.total_num_scheduled_tokens, time.monotonic()
         )
-        resolve = getattr(getattr(scheduled, "kv_connector_block_state", None), "resolve_block_ids", None)
         if not self._saves:
             return
         running = [

@@ -219,6 +219,19 @@ def test_block_tables_since_030(half: SchedulerHalf) -> None:
     state = SimpleNamespace(resolve_block_ids=lambda request_id: ([4, 5, 6],))
     half.build_step(scheduled([], [("b", None, 10)], set(), kv_connector_block_state=state))
     assert half._bridge.advanced == [("b", 11, (4, 5, 6))]  # type: ignore[attr-defined]
+    half.build_step(scheduled([], [("c", [7], 10)], {"c"}))
+    half.build_step(scheduled([], [("c", [8], 11)], set(), kv_connector_block_state=state))
+    assert not half._tables, "what a later step adds is not behind block 7"
+
+
+def test_block_ids_are_read_only_to_plan_a_load(half: SchedulerHalf) -> None:
+    """vLLM makes a list of all of a request's blocks, on the thread that all loads of a burst wait for."""
+    n_read = []
+    blocks = SimpleNamespace(get_block_ids=lambda: n_read.append(1) or ([1, 2],), blocks=([],))
+    half.allocated(half._requests["a"], blocks, 0)
+    assert not n_read
+    half.allocated(half._requests["a"], blocks, 16)
+    assert n_read == [1]
 
 
 def test_a_step_that_cannot_be_understood_saves_nothing(half: SchedulerHalf) -> None:
