@@ -9,7 +9,7 @@ all of them. So a request waits only for a load that is not much longer than wha
 would leave the engine short of KV memory, and never for a load that is overdue.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier.runtime import metrics as names
@@ -66,30 +66,20 @@ class SharedLoads:
         self._metrics = metrics
         self._clock = clock
         self._loads: dict[str, _Load] = {}
-        self._of_key: dict[bytes, list[_Load]] = {}
         self._followers: dict[str, _Follower] = {}
 
-    def begin(self, request_id: str, keys: Sequence[bytes], n_tokens: int) -> None:
+    def begin(self, request_id: str, keys: Iterable[bytes], n_tokens: int) -> None:
         """Note a load of consecutive chunks of a prompt."""
-        if not self.wait_s:
-            return
-        self.end(request_id)
-        load = self._loads[request_id] = _Load(frozenset(keys), n_tokens, self._clock())
-        for key in load.keys:
-            self._of_key.setdefault(key, []).append(load)
+        if self.wait_s:
+            self.end(request_id)
+            self._loads[request_id] = _Load(frozenset(keys), n_tokens, self._clock())
 
     def end(self, request_id: str, has_failed: bool = False) -> None:
         """Note that the engine has the loaded blocks in its own cache, or that it will not get all of them. Later calls
         do nothing."""
         load = self._loads.pop(request_id, None)
-        if load is None:
-            return
-        load.is_over, load.has_failed = True, has_failed
-        for key in load.keys:
-            others = self._of_key[key]
-            others.remove(load)
-            if not others:
-                del self._of_key[key]
+        if load is not None:
+            load.is_over, load.has_failed = True, has_failed
 
     def forget(self, request_id: str) -> None:
         """Note that a request ended, or was aborted."""
@@ -124,7 +114,7 @@ class SharedLoads:
 
         keys: of its hit, from the first chunk on that the engine does not have whole.
         """
-        loads = self._of_key.get(keys[0]) if keys else None
+        loads = [load for load in self._loads.values() if keys[0] in load.keys]
         if not loads:
             return False
         now = self._clock()

@@ -232,7 +232,7 @@ def test_an_aborted_follower_leaves_nothing(scene: Scene) -> None:
     scene.bridge.finish(second, 0, [])
     scene.bridge.finish(first, 0, [])
     shared = scene.shared
-    assert not shared._loads and not shared._of_key and not shared._followers
+    assert not shared._loads and not shared._followers
     assert scene.bridge.take_step().before is None
 
 
