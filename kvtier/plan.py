@@ -1,14 +1,15 @@
 """Plans: messages from the Store (engine's scheduler process) to the Transfer (its workers), and their answers.
 
-Frozen and picklable: a plan travels in the engine's per-step metadata, in a queue or over a socket unchanged.
+Frozen and picklable: a plan travels in the engine's per-step metadata, in a queue or over a socket unchanged. What is
+made for each chunk is a NamedTuple: one is pickled in a tenth of a frozen dataclass's time, on the engine's own thread.
 """
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class SaveChunk:
+class SaveChunk(NamedTuple):
     """One chunk to save: its blocks in the engine, and the slot for the record of each rank.
 
     tenant: label of the set's tenant; "" without one. number: its place in the prompt.
@@ -32,8 +33,7 @@ class SavePlan:
     chunks: tuple[SaveChunk, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadChunk:
+class LoadChunk(NamedTuple):
     """One chunk to load.
 
     entry: the index's value for the key (kvtier.index.entry): the places of its records, with their checksums.
@@ -81,8 +81,7 @@ class SaveOutcome(Enum):
         return self in (SaveOutcome.PRESENT, SaveOutcome.QUEUE_FULL, SaveOutcome.RESTING, SaveOutcome.REFUSED)
 
 
-@dataclass(frozen=True, slots=True)
-class SaveDone:
+class SaveDone(NamedTuple):
     """One answer to a SaveChunk, by each rank that has something of it to write.
 
     took_s: from its gather to this answer, seconds; the wait in the queue is in it, the wait for the engine's next

@@ -184,7 +184,7 @@ class WorkerHalf:
 
 
 def _in_kernel_blocks(plan: P, pages: EnginePages) -> P:
-    return replace(plan, chunks=tuple(replace(c, block_ids=pages.expand(c.block_ids)) for c in plan.chunks))
+    return replace(plan, chunks=tuple(c._replace(block_ids=pages.expand(c.block_ids)) for c in plan.chunks))
 
 
 def _rank() -> int:

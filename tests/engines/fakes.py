@@ -1,7 +1,6 @@
 """A small Store and Transfer in memory, with the library's signatures, for tests of the bridge alone."""
 
 from collections.abc import Sequence
-from dataclasses import fields
 
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.runtime.metrics import Metrics
@@ -12,7 +11,7 @@ from kvtier.worker.transfer import Progress
 def answer_to_save(key: bytes, outcome: SaveOutcome) -> SaveDone:
     """An answer about a chunk of which only the key and the outcome matter."""
     known = {"key": key, "outcome": outcome}
-    return SaveDone(**{field.name: known.get(field.name, 0) for field in fields(SaveDone)})  # type: ignore[arg-type]
+    return SaveDone(**{name: known.get(name, 0) for name in SaveDone._fields})  # type: ignore[arg-type]
 
 
 class FakeStore:

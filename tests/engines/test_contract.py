@@ -23,13 +23,14 @@ from kvtier.connectors.faults import Faults
 from kvtier.connectors.load_costs import StepTimes
 from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm import connector as connector_module
+from kvtier.connectors.vllm.kv_layout import EnginePages
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.messages import ReportMetadata, StepMetadata
 from kvtier.connectors.vllm.requests import GivenBlocks, view_of
 from kvtier.connectors.vllm.save_progress import Frontiers, StepsBehind
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.worker import WorkerHalf
-from kvtier.plan import SaveOutcome
+from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveChunk, SaveOutcome, SavePlan
 
 from .fakes import answer_to_save
 
@@ -263,3 +264,18 @@ def test_a_new_kv_cache_ends_what_is_moved_into_the_earlier_one() -> None:
     with pytest.raises(IndexError):
         half.register({})
     assert ended == [3.0] and half._bridge is None
+
+
+def test_a_step_is_converted_to_the_smaller_blocks_of_a_kernel() -> None:
+    half = object.__new__(WorkerHalf)
+    half._pages = EnginePages(cast(Any, None), 2)
+    save = SavePlan(b"n", 64, (SaveChunk(b"k", b"p", 1, 2, (3, 4), "tenant", 5),))
+    load = LoadPlan("r", b"n", (LoadChunk(b"k", b"e", (1,), 16),))
+    step = half._expand(Step(None, save, (load,), (LoadDone("q", frozenset({2})),), True))
+    assert step == Step(
+        None,
+        SavePlan(b"n", 64, (SaveChunk(b"k", b"p", 1, 2, (6, 7, 8, 9), "tenant", 5),)),
+        (LoadPlan("r", b"n", (LoadChunk(b"k", b"e", (2, 3), 16),)),),
+        (LoadDone("q", frozenset({4, 5})),),
+        True,
+    )

@@ -1,7 +1,10 @@
 """The pure parts: rectangles, shares of ranks, headers, slots of sets, which sets go, queues."""
 
 import itertools
+import pickle
+import sys
 import threading
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +15,7 @@ from kvtier.errors import Corrupt
 from kvtier.format.geometry import Extent, covers, share_of_rank
 from kvtier.format.record import RecordHeader, SegmentHeader, is_blank, record_bytes
 from kvtier.index.base import Location
+from kvtier.plan import LoadChunk, LoadPlan, SaveChunk, SavePlan
 from kvtier.runtime.threads import ThreadJobs, Ticker
 from kvtier.scheduler.segment_allocator import SetSupply
 from kvtier.worker.read_plan import sources_of
@@ -213,3 +217,23 @@ def test_a_ticker_ticks_by_itself_and_at_once_when_woken() -> None:
     ticker.close(5.0)
     ticker.wake()
     assert not ticked.acquire(timeout=0.05)
+
+
+@pytest.mark.parametrize("chunk", [LoadChunk(b"k", b"e", (1, 2), 0), SaveChunk(b"k", b"p", 1, 2, (1, 2))], ids=str)
+def test_a_plan_is_pickled_without_many_calls(chunk: LoadChunk | SaveChunk) -> None:
+    """Engines of several ranks pickle the plans of all loads on the thread that these wait for."""
+    n_calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal n_calls
+        n_calls += event == "call"
+
+    chunks: Any = tuple(chunk._replace(key=bytes([number])) for number in range(100))
+    plan = LoadPlan("r", b"n", chunks) if isinstance(chunk, LoadChunk) else SavePlan(b"n", 64, chunks)
+    sys.setprofile(count)
+    try:
+        pickled = pickle.dumps(plan)
+    finally:
+        sys.setprofile(None)
+    assert pickle.loads(pickled) == plan
+    assert n_calls < 2 * len(chunks)
