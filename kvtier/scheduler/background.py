@@ -10,7 +10,7 @@ import math
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -36,9 +36,9 @@ log = logging.getLogger("kvtier")
 
 T = TypeVar("T")
 
-# Hits whose use is not yet recorded in the index. The oldest one is dropped for a further one; at worst its set is
+# Loads that are not yet recorded in the index. The oldest one is dropped for a further one; at worst its set is
 # evicted too soon.
-RECENT_ENTRIES_MAX = 65_536
+RECENT_LOADS_MAX = 4096
 TICK_INTERVAL_S = 0.5  # interval between two ticks, seconds
 SPARES_MAX = 8  # empty segment sets kept ready
 LIMITS_INTERVAL_S = 5.0  # interval between two reads of the root's limits, seconds
@@ -146,7 +146,7 @@ class Keeper:
         self._ticker: Ticker | None = None
         self._has_ticked = threading.Event()
         self._is_leaving = False
-        self._recent: deque[tuple[float, bytes]] = deque(maxlen=RECENT_ENTRIES_MAX)
+        self._recent: deque[tuple[float, Sequence[bytes]]] = deque(maxlen=RECENT_LOADS_MAX)
         self._done_with = _DoneWith()
         self._due = _Due(SweepTurns(plan.owner), RepeatedLog(housekeeper.clock))
         self._space = _Space(Room(plan.reclaim_s))
@@ -164,9 +164,9 @@ class Keeper:
         if self._ticker is not None and self.supplies.want_sets(self._housekeeper.clock()):
             self._ticker.wake()
 
-    def book_use(self, entry: bytes, now_s: float) -> None:
-        """Book a hit on this index entry. The recency of its set follows in the background."""
-        self._recent.append((now_s, entry))
+    def book_load(self, load: Sequence[bytes], now_s: float) -> None:
+        """Book a load of these index entries. The recency of their sets follows in the background."""
+        self._recent.append((now_s, load))
 
     def report_full_disk(self) -> None:
         """Note that a save met a full disk or quota, or found no inode."""
@@ -456,11 +456,9 @@ class Keeper:
     def _book_uses(self) -> None:
         used: dict[int, Use] = {}
         while self._recent:
-            at_s, entry = self._recent.popleft()
-            set_id = entries.first_set(entry)
-            before = used.get(set_id, Use(0.0, 0))
-            # Chunks of one load are in one set and count as one use of it.
-            used[set_id] = Use(at_s, before.count + (at_s != before.at_s))
+            at_s, load = self._recent.popleft()
+            for set_id in set(map(entries.first_set, load)):  # chunks of one load count as one use of their set
+                used[set_id] = Use(at_s, used.get(set_id, Use(0.0, 0)).count + 1)
         if used:
             self._index.touch(used)
 

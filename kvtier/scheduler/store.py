@@ -166,12 +166,13 @@ class Store:
         assert rest == 0 and len(entries) == len(keys)
         now = self._clock()
         chunks = []
+        stored = _Known(0, 0, now, missing=0)
         for number, (key, entry) in enumerate(zip(keys, entries, strict=True)):
             blocks = tuple(block_ids[number * n_blocks : (number + 1) * n_blocks])
             chunks.append(LoadChunk(key, entry, blocks, first_token if number == 0 else 0))
-            self._keeper.book_use(entry, now)
             if key not in self._known:
-                self._remember(key, _Known(0, 0, now, missing=0))
+                self._remember(key, stored)
+        self._keeper.book_load(entries, now)
         self.metrics.add(names.HIT_TOKENS, len(keys) * self._chunk_tokens - first_token)
         self.reporter.saw_hit(keys[-1], len(keys) * self._chunk_tokens)
         return LoadPlan(request_id, self.namespace_id, tuple(chunks))
