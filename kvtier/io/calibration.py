@@ -176,7 +176,7 @@ def first_round(ask: Ask, cache_bytes: int) -> tuple[EngineChoice, ...]:
     pieces: tuple[tuple[int, int], ...]
     if ask.target.ordinal is not None:
         # A file in memory that is read again and again is partly in the processor's cache, most so beside small pieces:
-        # on H100 three of four calibrations preferred 2 MiB to 4 MiB, with which 8 GB and more load 12 % sooner
+        # on H100 four of five calibrations preferred 2 MiB to 4 MiB, with which 8 GB and more load 12 % sooner
         # (results/gpu/weights_sizes.json). There the default is the largest that fits the cache.
         pieces = () if ask.in_memory else ((4 << 20, 2), (2 << 20, 2), (1 << 20, 4))
     else:
