@@ -9,7 +9,6 @@ import logging
 import os
 import random
 import socket
-import sys
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from kvtier.index.guard import GuardedIndex
 from kvtier.index.open import open_index, open_lookups
 from kvtier.kernels.paged import PagedKV
 from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.runtime import switch_interval
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.threads import ThreadJobs
 from kvtier.runtime.units import exact
@@ -229,11 +229,8 @@ def open_store(
 
 
 def _begin(settings: Settings) -> Root:
-    """Let threads of this process wait less long for the interpreter lock, and open the root."""
-    # While requests arrive, vLLM hashes their tokens on a thread of its own. A lookup releases the lock now and then,
-    # and each time it then waited 5 ms. With 0.1 ms the first load of 16 began 50 ms sooner, and the last of them
-    # ended 12 % sooner (H100, in turns; results/gpu/switch_interval.json).
-    sys.setswitchinterval(min(sys.getswitchinterval(), settings.switch_interval_s))
+    """Name this process's switch interval, and open the root."""
+    switch_interval.use(settings.switch_interval_s)
     return in_time(settings.root, "opening the root and reading its owner.json", partial(open_root, settings))
 
 

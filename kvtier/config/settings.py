@@ -175,7 +175,7 @@ class Settings(BaseSettings):
     writer_lease_s: time without a renewed lease after which a writer's open segments count as abandoned.
     touch_interval_s: interval at which recency is written; shutdown_drain_s: time that a stop waits for saves.
     switch_interval_s: longest time for which a thread of the engine's processes keeps Python's interpreter lock while
-    another one waits for it; Python's own is 5 ms.
+    another one waits for it, during lookups and loads; Python's own is 5 ms.
     """
 
     model_config = SettingsConfigDict(

@@ -14,6 +14,7 @@ from kvtier.index.async_lookup import Lookups
 from kvtier.index.base import Index
 from kvtier.plan import LoadChunk, LoadPlan, SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.runtime import metrics as names
+from kvtier.runtime import switch_interval
 from kvtier.runtime.backoff import Backoff
 from kvtier.scheduler.background import Keeper
 from kvtier.scheduler.cost_history import KeptCosts
@@ -130,7 +131,8 @@ class Store:
         `keys` are consecutive chunks of one prompt, from any chunk on. asker: the request; only the same is given what
         was asked for it before.
         """
-        found = self._lookups.resolve(keys, asker)
+        with switch_interval.held():
+            found = self._lookups.resolve(keys, asker)
         if found is None:
             return None
         if found.is_answer:

@@ -21,6 +21,7 @@ from kvtier.index.entry import FIRST_SET
 from kvtier.maintenance.record_check import Rechecks
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan
 from kvtier.runtime import metrics as names
+from kvtier.runtime import switch_interval
 from kvtier.runtime.repeated_log import RepeatedLog, cause_of
 from kvtier.runtime.threads import Jobs
 from kvtier.worker.context import WorkerContext
@@ -90,6 +91,7 @@ class Loader:
         deadline_s = now_s + self._worker.timeout_s
         after = self._worker.order.mark()
         load = Load(plan, after, now_s, deadline_s, turn_s, waiting, n_chunks, n_chunks)
+        switch_interval.hold()
         self._unanswered[load] = None
         if not self._loop.post(self._take, load):  # closed
             self._answer(load)
@@ -419,6 +421,7 @@ class Loader:
         if failed:
             worker.metrics.add(names.LOAD_FAILURES)
         del self._unanswered[load]
+        switch_interval.release()
         with self._loop.changed:
             self._done.append(LoadDone(plan.request_id, frozenset(failed)))
             if not failed:

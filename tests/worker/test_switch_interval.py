@@ -1,4 +1,4 @@
-"""Python's switch interval in the engine's processes."""
+"""Python's switch interval in the engine's processes: short while a lookup or a load is under way."""
 
 import sys
 from collections.abc import Iterator
@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.runtime import switch_interval
 from tests.support.rig import Engine
 
-PYTHONS_OWN_S = 0.005
+PYTHONS_OWN_S, SHORT_S = 0.005, 1e-4
+TOKENS = list(range(1000, 1128))
 
 
 @pytest.fixture(autouse=True)
@@ -19,15 +21,30 @@ def _pythons_own() -> Iterator[None]:
     sys.setswitchinterval(before_s)
 
 
-@pytest.mark.parametrize(("changes", "interval_s"), [({}, 1e-4), ({"switch_interval_s": PYTHONS_OWN_S}, PYTHONS_OWN_S)])
-def test_threads_of_an_engine_hand_over_the_lock_sooner_unless_told_not_to(
-    tmp_path: Path, changes: dict[str, object], interval_s: float
+@pytest.mark.parametrize(("changes", "interval_s"), [({}, SHORT_S), ({"switch_interval_s": 0.002}, 0.002)])
+def test_it_is_short_during_lookups_and_loads(
+    tmp_path: Path, changes: dict[str, object], interval_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Engine(tmp_path, changes=changes)
-    assert sys.getswitchinterval() == pytest.approx(interval_s, rel=0.1)
+    engine, noted = Engine(tmp_path, changes=changes), list[float]()
+    engine.save(TOKENS, list(range(8)))
+    monkeypatch.setattr(sys, "setswitchinterval", noted.append)
+    assert engine.store.lookup(engine.keys(TOKENS))
+    assert noted == [interval_s, PYTHONS_OWN_S]
+    engine.load(TOKENS, list(range(20, 28)))
+    assert noted[2:] == 2 * [interval_s, PYTHONS_OWN_S], "a lookup and a load"
 
 
-def test_a_shorter_interval_of_the_process_stays(tmp_path: Path) -> None:
+def test_the_last_one_that_holds_it_restores_it() -> None:
+    switch_interval.use(SHORT_S)
+    with switch_interval.held():
+        switch_interval.hold()
+    assert sys.getswitchinterval() < PYTHONS_OWN_S
+    switch_interval.release()
+    assert sys.getswitchinterval() == pytest.approx(PYTHONS_OWN_S)
+
+
+def test_a_shorter_interval_of_the_process_stays() -> None:
+    switch_interval.use(SHORT_S)
     sys.setswitchinterval(2e-5)
-    Engine(tmp_path)
-    assert sys.getswitchinterval() < 1e-4
+    with switch_interval.held():
+        assert sys.getswitchinterval() < SHORT_S
