@@ -30,7 +30,6 @@ def rebuild(path: PathArgument = None, config: ConfigOption = None, as_json: Jso
         loss = index.loss()
         rebuilt = _rebuild(index, root)
         removed_records = drop_lost(index)
-        index.recount()
         index.rebuilt(loss)
     if as_json:
         index_path = None if root.index_path is None else str(root.index_path)

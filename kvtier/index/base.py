@@ -220,11 +220,6 @@ class Index(Protocol):
         much it grew, bytes. The caller holds the lease of the sweep. Nothing to do for an index that keeps no sum."""
         return 0
 
-    def recount(self) -> None:
-        """Count chunks and records again, where the index may have lost their counts. Reads the whole index; changes in
-        the meantime may be missed. Nothing to do for an index that keeps no counts."""
-        return None
-
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield (key, entry) of every chunk, in no order; some may come twice. For checks: reads the whole index."""
 

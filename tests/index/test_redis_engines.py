@@ -1,7 +1,6 @@
 """Engines that share a root and a Redis, over the real Store and Transfer: what one saves the others load, and what a
 Redis that is paused, killed or emptied costs them."""
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier.cli import main
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.base import SetInfo
 from kvtier.index.redis.index import RedisIndex
@@ -243,27 +241,6 @@ def test_saving_goes_on_where_redis_lost_the_table_of_sets_or_their_sum(
     wait_until(lambda: saves_all(one, 1) and hits(one, prompt(1)) == 3, "a save in a new set")
     wait_until(lambda: index.counts().n_bytes == sum(info.n_bytes for info in index.sets()), "the sum")
     one.close()
-
-
-def test_a_rebuild_counts_again_what_redis_lost_the_counts_of(
-    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root, config = tmp_path / "kv", tmp_path / "kvtier.yaml"
-    config.write_text(f"root: {root}\nindex: {{kind: redis, url: '{server.url}'}}\n")
-    one = engine(root, server.url)
-    one.save(prompt(0), list(range(12)))
-    index = one.store._keeper._index
-    before = index.counts()
-    assert before.chunks == 3
-    server.cli("del", "kvtier:e")
-    one.save(prompt(1, 1), list(range(4)))
-    assert main(["index", "rebuild", str(config)]) == 0
-    capsys.readouterr()
-    assert main(["stats", str(config), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["index"]
-    one.close()
-    assert (found["chunks"], found["records"]) == (4, before.records // 3 * 4)
-    assert not found["is_being_rebuilt"]
 
 
 def test_a_redis_that_starts_from_an_old_snapshot_gets_all_records_again(server: Server, tmp_path: Path) -> None:

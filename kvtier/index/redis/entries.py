@@ -11,7 +11,7 @@ from kvtier.errors import IndexUnavailable
 from kvtier.format.geometry import Extent
 from kvtier.index import entry
 from kvtier.index.base import Location
-from kvtier.index.redis.keys import ADD_ENTRIES, PUT_FIELDS, REMOVE_ENTRIES, SCRIPTS, Keys, Script
+from kvtier.index.redis.keys import ADD_ENTRIES, REMOVE_ENTRIES, SCRIPTS, Keys, Script
 from kvtier.index.redis.wire import SCAN_KEYS, Argument, Request, Wire, unavailable
 
 T = TypeVar("T")
@@ -158,19 +158,6 @@ class EntryTable:
         names = [self._keys.counts(tag) for tag in range(self._keys.tags)]
         answers = self._caller.run([Request(name, ("HMGET", name, "c", "r")) for name in names])
         return sum(int(answer[0] or 0) for answer in answers), sum(int(answer[1] or 0) for answer in answers)
-
-    def recount(self) -> None:
-        """See Index.recount."""
-        found = [[0, 0] for _ in range(self._keys.tags)]
-        for key, value in self.all():
-            of_tag = found[self._keys.tag(key)]
-            of_tag[0] += 1
-            of_tag[1] += len(entry.locations_of(value))
-        requests = []
-        for tag, (chunks, records) in enumerate(found):
-            name = self._keys.counts(tag)
-            requests.append(Request(name, PUT_FIELDS.call([name], [b"c", b"%d" % chunks, b"r", b"%d" % records])))
-        self._caller.run(requests)
 
     def all(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield (key, entry) of every chunk; some may come twice."""

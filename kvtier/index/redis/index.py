@@ -26,7 +26,7 @@ from kvtier.index.redis.keys import (
     MARK_MADE,
     OPEN,
     PLACE,
-    PUT_FIELDS,
+    PUT_NOTE,
     REMOVING,
     RESTORE_LIST,
     TAGS,
@@ -217,7 +217,7 @@ class RedisIndex(Index):
 
     def put_note(self, name: str, value: bytes, expires_s: float | None) -> None:
         packed = values.pack_note(value, None if expires_s is None else self._clock.of(expires_s))
-        self._caller.one(self._notes.name, *PUT_FIELDS.call([self._notes.name], [name.encode(), packed]))
+        self._caller.one(self._notes.name, *PUT_NOTE.call([self._notes.name], [name.encode(), packed]))
 
     def notes(self, prefix: str, now_s: float) -> dict[str, bytes]:
         server_s, found = self._clock.of(now_s), self._notes.all()
@@ -238,9 +238,6 @@ class RedisIndex(Index):
 
     def mend_sum(self) -> int:
         return self._sets.mend_sum()
-
-    def recount(self) -> None:
-        self._entries.recount()
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
         return self._entries.all()

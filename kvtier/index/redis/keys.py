@@ -135,8 +135,8 @@ SUM_AND_SETS = Script.of("return {redis.call('GET', KEYS[2]), redis.call('HVALS'
 # KEYS: the sum of bytes. ARGV: bytes added.
 ADD_TO_SUM = Script.when_full("return redis.call('INCRBY', KEYS[1], ARGV[1])")
 
-# KEYS: a hash. ARGV: fields and their values.
-PUT_FIELDS = Script.when_full("return redis.call('HSET', KEYS[1], unpack(ARGV))")
+# KEYS: the notes. ARGV: name, note.
+PUT_NOTE = Script.when_full("return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])")
 
 _CHANGE_TABLE = """
 if ARGV[1] ~= '' then
@@ -163,7 +163,7 @@ return answer
 ADD_TO_TABLE, CHANGE_TABLE = Script.of(_CHANGE_TABLE), Script.when_full(_CHANGE_TABLE)
 
 _OF_ENTRIES = (ADD_ENTRIES, REMOVE_ENTRIES, ADD_MEMBERS, MARK_LIST, RESTORE_LIST)
-_OF_TABLES = (MARK_MADE, SUM_AND_SETS, ADD_TO_SUM, PUT_FIELDS, ADD_TO_TABLE, CHANGE_TABLE)
+_OF_TABLES = (MARK_MADE, SUM_AND_SETS, ADD_TO_SUM, PUT_NOTE, ADD_TO_TABLE, CHANGE_TABLE)
 SCRIPTS = {script.sha: script.text for script in _OF_ENTRIES + _OF_TABLES}
 
 
