@@ -102,7 +102,7 @@ class TrackedRequest:
 
     arrival: number of the request, in the order in which requests came.
     keys: of its leading chunks, as far as they were needed, within `namespace`.
-    load_blocks: blocks of the load under way and those behind them; None without one.
+    load_blocks: all blocks of the request behind its local hit, while a load is under way; None without one.
     computed_tokens: tokens that the engine had by itself when it last asked for a hit.
     own_tokens: these, and those of the load that it then waited for.
     question: lookup pending in a remote index; answer: the last one received from any index.

@@ -1,7 +1,7 @@
 """Plans: messages from the Store (engine's scheduler process) to the Transfer (its workers), and their answers.
 
 Frozen and picklable: a plan travels in the engine's per-step metadata, in a queue or over a socket unchanged. What is
-made for each chunk is a NamedTuple: one is pickled in a tenth of a frozen dataclass's time, on the engine's own thread.
+made for each chunk is a NamedTuple: one is pickled in half of a frozen dataclass's time, on the engine's own thread.
 """
 
 from dataclasses import dataclass

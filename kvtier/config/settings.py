@@ -67,6 +67,7 @@ CHUNK_TOKENS_UNIT = 16  # smallest block of any engine, tokens; a chunk is a who
 PIECE_BYTES_MAX = 1 << 30  # longest piece of an I/O operation, bytes
 TOUCH_S_MIN = 0.01  # least interval at which recency is written, seconds
 SWITCH_S_MIN = 1e-5  # least switch interval, seconds: below, threads that contend do little else than switch
+SWITCH_S_MAX = 0.005  # Python's own, seconds
 TURBOQUANT_CHUNK_TOKENS_MAX = 2048  # longest chunk whose sums for the mean of K are exact, tokens
 SEGMENT_BYTES = 1 << 30  # default of segment_bytes
 DEFAULT_SETS = 16  # segment sets that the capacity has room for, where segment_bytes is not set
@@ -174,8 +175,8 @@ class Settings(BaseSettings):
     save_generated: store generated tokens too; min_load_tokens: shorter hits are computed.
     writer_lease_s: time without a renewed lease after which a writer's open segments count as abandoned.
     touch_interval_s: interval at which recency is written; shutdown_drain_s: time that a stop waits for saves.
-    switch_interval_s: longest time for which a thread of the engine's processes keeps Python's interpreter lock while
-    another one waits for it, during lookups and loads; Python's own is 5 ms.
+    switch_interval_s: time after which a thread of the engine's processes asks another one for Python's interpreter
+    lock, during lookups and loads; Python's own is 5 ms.
     """
 
     model_config = SettingsConfigDict(
@@ -203,7 +204,7 @@ class Settings(BaseSettings):
     writer_lease_s: Annotated[Seconds, Field(ge=TIMEOUT_S_MIN)] = 30.0
     touch_interval_s: Annotated[Seconds, Field(ge=TOUCH_S_MIN)] = 5.0
     shutdown_drain_s: Seconds = 5.0
-    switch_interval_s: Annotated[Seconds, Field(ge=SWITCH_S_MIN)] = 1e-4
+    switch_interval_s: Annotated[Seconds, Field(ge=SWITCH_S_MIN, le=SWITCH_S_MAX)] = 1e-4
 
     @field_validator("root")
     @classmethod

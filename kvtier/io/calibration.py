@@ -175,9 +175,9 @@ def first_round(ask: Ask, cache_bytes: int) -> tuple[EngineChoice, ...]:
     usual = default_choice(ask, cache_bytes)
     pieces: tuple[tuple[int, int], ...]
     if ask.target.ordinal is not None:
-        # A file in memory that is read again and again is partly in the processor's cache, most so beside small pieces:
-        # on H100 four of five calibrations preferred 2 MiB to 4 MiB, with which 8 GB and more load 12 % sooner
-        # (results/gpu/weights_sizes.json). There the default is the largest that fits the cache.
+        # A file in memory that is read again and again is partly in the processor's cache, most so beside small pieces.
+        # On H100 four of five calibrations preferred 2 MiB. But 16 GB load in 11 % less time with 4 MiB (H200,
+        # results/gpu/weights_sizes.json). So only the default is tried: the largest size that fits the cache.
         pieces = () if ask.in_memory else ((4 << 20, 2), (2 << 20, 2), (1 << 20, 4))
     else:
         pieces = ((256 << 10, 1), (512 << 10, 1)) if ask.in_memory else ((1 << 20, 1), (4 << 20, 1))

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 # While requests arrive, vLLM hashes their tokens on a thread of its own. A lookup and the threads that begin a load
 # release the lock now and then, and each time they then waited 5 ms. With 0.1 ms at all times the first load of 16
-# began 50 ms sooner, and the last of them ended 12 % sooner (H100, in turns; results/gpu/switch_interval.json). But
-# then a tiny model on two cores decoded 6 % slower, because vLLM's own threads contend too. So it is short only where
-# it is needed.
+# began 47 ms sooner, and the last of them ended 12 % sooner (a busy H100, means of four in turns;
+# results/gpu/switch_interval.json). But then a tiny model on two cores decoded 6 % slower, because vLLM's own threads
+# contend too. So it is short only where it is needed.
 
 _lock = threading.Lock()
 _short_s = 0.005

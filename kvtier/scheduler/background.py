@@ -11,10 +11,11 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from kvtier.errors import IndexResting, KVTierError
+from kvtier.errors import Corrupt, IndexResting, KVTierError
 from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Need
 from kvtier.eviction.room import Room
@@ -146,7 +147,7 @@ class Keeper:
         self._ticker: Ticker | None = None
         self._has_ticked = threading.Event()
         self._is_leaving = False
-        self._recent: deque[tuple[float, Sequence[bytes]]] = deque(maxlen=RECENT_LOADS_MAX)
+        self._recent: deque[tuple[float, frozenset[int]]] = deque(maxlen=RECENT_LOADS_MAX)
         self._done_with = _DoneWith()
         self._due = _Due(SweepTurns(plan.owner), RepeatedLog(housekeeper.clock))
         self._space = _Space(Room(plan.reclaim_s))
@@ -166,7 +167,8 @@ class Keeper:
 
     def book_load(self, load: Sequence[bytes], now_s: float) -> None:
         """Book a load of these index entries. The recency of their sets follows in the background."""
-        self._recent.append((now_s, load))
+        with suppress(Corrupt):  # the worker finds out
+            self._recent.append((now_s, frozenset(map(entries.first_set, load))))
 
     def report_full_disk(self) -> None:
         """Note that a save met a full disk or quota, or found no inode."""
@@ -456,8 +458,8 @@ class Keeper:
     def _book_uses(self) -> None:
         used: dict[int, Use] = {}
         while self._recent:
-            at_s, load = self._recent.popleft()
-            for set_id in set(map(entries.first_set, load)):  # chunks of one load count as one use of their set
+            at_s, set_ids = self._recent.popleft()
+            for set_id in set_ids:  # chunks of one load count as one use of their set
                 used[set_id] = Use(at_s, used.get(set_id, Use(0.0, 0)).count + 1)
         if used:
             self._index.touch(used)

@@ -114,7 +114,7 @@ class SharedLoads:
 
         keys: of its hit, from the first chunk on that the engine does not have whole.
         """
-        loads = [load for load in self._loads.values() if keys[0] in load.keys]
+        loads = [load for load in self._loads.values() if keys and keys[0] in load.keys]
         if not loads:
             return False
         now = self._clock()

@@ -75,13 +75,13 @@ class OwnFiles:
             for folder in (self._folder.parent, self._folder):  # parents made by mkdir get the mode of the umask
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             replace_small(self.path(key), content)
-            self._remove_unused()
+            self._remove_unused(self.path(key))
         except OSError as error:
             log.info("cannot keep the %s in %s: %s", self._kind, self._folder, error)
 
-    def _remove_unused(self) -> None:
-        """Remove this user's files that were used longest ago, beyond FOLDER_BYTES_MAX. Other processes may do the same
-        at the same time. Raises OSError."""
+    def _remove_unused(self, new: Path) -> None:
+        """Remove this user's files that were used longest ago, beyond FOLDER_BYTES_MAX, but not the new one. Other
+        processes may do the same at the same time. Raises OSError."""
         found = []
         for entry in os.scandir(self._folder):
             if self._removable.fullmatch(entry.name):
@@ -90,9 +90,11 @@ class OwnFiles:
                     if status.st_uid == os.getuid():
                         found.append((status.st_mtime_ns, status.st_size, entry.path))
         excess = sum(n_bytes for _, n_bytes, _ in found) - FOLDER_BYTES_MAX
-        for _, n_bytes, path in sorted(found)[:-1]:  # the last one is new
+        for _, n_bytes, path in sorted(found):
             if excess <= 0:
                 break
+            if path == os.fspath(new):  # also where the clock was set back
+                continue
             with suppress(FileNotFoundError):
                 os.unlink(path)
             excess -= n_bytes

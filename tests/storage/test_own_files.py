@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -93,6 +94,16 @@ def test_files_that_were_used_longest_ago_are_removed(tmp_path: Path, monkeypatc
     own.put(hashed(4), bytes(5000))
     assert [own.get(hashed(number)) is not None for number in range(5)] == [False] * 4 + [True]
     assert all(path.exists() for path in users)
+
+
+def test_a_new_file_stays_where_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_files, "FOLDER_BYTES_MAX", 2500)
+    own, ahead_s = files(tmp_path), time.time() + 86400
+    for number in range(2):
+        own.put(hashed(number), bytes(1000))
+        os.utime(own.path(hashed(number)), (ahead_s, ahead_s + number))
+    own.put(hashed(2), bytes(1000))
+    assert [own.path(hashed(number)).exists() for number in range(3)] == [False, True, True]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
