@@ -14,8 +14,9 @@ TOKENS = list(range(1000, 1128))
 
 
 @pytest.fixture(autouse=True)
-def _pythons_own() -> Iterator[None]:
+def _pythons_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before_s = sys.getswitchinterval()
+    monkeypatch.setattr(switch_interval, "_holders", 0)  # a simulated process that was killed releases nothing
     sys.setswitchinterval(PYTHONS_OWN_S)
     yield
     sys.setswitchinterval(before_s)
