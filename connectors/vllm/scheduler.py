@@ -237,10 +237,11 @@ class SchedulerHalf:
     @contains_faults("reading a step")
     def _advance(self, scheduled: Any) -> None:
         resolve = getattr(getattr(scheduled, "kv_connector_block_state", None), "resolve_block_ids", None)
-        if resolve is not None or not self._mirror_tables(scheduled):
-            self._tables.clear()  # later additions would be at wrong positions
-            if resolve is None:
-                return
+        if resolve is not None:
+            self._tables.clear()  # they miss this step, so later additions would be at wrong positions
+        elif not self._mirror_tables(scheduled):
+            self._tables.clear()
+            return
         self._step_times.planned(
             scheduled.num_scheduled_tokens.keys(), scheduled.total_num_scheduled_tokens, time.monotonic()
         )
