@@ -284,17 +284,15 @@ simple(
 
 
 for name, about in {
-    "": "`@16x2x2`: 16 threads a rank with 2 buffers of 2 MiB, without it 12 with 2 of 4 MiB; reads-of-shards and "
-    "pinned-copies are ceilings of both ranks at once",
-    "_peers": "16 threads a rank with 2 buffers of 2 MiB; reads-of-shards and pinned-copies are ceilings of both ranks "
-    "at once",
+    "": "`@16x2x2`: 16 threads a rank with 2 buffers of 2 MiB, without it 12 with 2 of 4 MiB",
+    "_peers": "kvtier with 16 threads a rank and 2 buffers of 2 MiB each",
 }.items():
     simple(
         f"weights-two-ranks{name.replace('_', '-')}",
         f"gpu/weights_two_ranks{name}",
         weights_rate.rank_rows,
         "**Weights on two ranks** (`run_h200.sh two-weights`, {source}; 70B's dimensions with {files[layers]} layers, "
-        f"TP=2, from tmpfs; {about}):",
+        f"TP=2, from tmpfs; {about}; reads-of-shards, with 16 threads a rank, and pinned-copies: both ranks at once):",
     )
 simple(
     "two-load",

@@ -23,7 +23,7 @@ def stats(path: PathArgument = None, config: ConfigOption = None, as_json: JsonO
     """Show what a root stores. Of a deployment, it also shows how its engines fare."""
     place = find_place(path, config)
     kind = place.settings.index.kind
-    # Without the index nothing is known of engines. A reader of it has to write to its files.
+    # Without the index nothing is known of engines.
     if place.is_bare or kind == "memory" or (kind == "embedded" and is_read_only(place.root)):
         return _stats_of_root(place.root, as_json)
     with deployment(path, config, reads=True) as opened:

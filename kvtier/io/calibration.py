@@ -175,8 +175,8 @@ def first_round(ask: Ask, cache_bytes: int) -> tuple[EngineChoice, ...]:
     usual = default_choice(ask, cache_bytes)
     pieces: tuple[tuple[int, int], ...]
     if ask.target.ordinal is not None:
-        # A file in memory that is read again and again is partly in the processor's cache, most so beside small pieces.
-        # On H100 four of five calibrations preferred 2 MiB. But 16 GB load in 11 % less time with 4 MiB (H200,
+        # The processor's cache holds a part of a file in memory that is read repeatedly, and a larger part beside small
+        # pieces. On H100 four of five calibrations preferred 2 MiB. But 16 GB load in 11 % less time with 4 MiB (H200,
         # results/gpu/weights_sizes.json). So only the default is tried: the largest size that fits the cache.
         pieces = () if ask.in_memory else ((4 << 20, 2), (2 << 20, 2), (1 << 20, 4))
     else:

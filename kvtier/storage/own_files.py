@@ -34,7 +34,8 @@ class OwnFiles:
         earlier kvtier must not be used any more.
         """
         self._folder, self._kind, self._magic = folder, kind, magic
-        # With drafts, which killed writers leave behind. The folder may be the user's own: no other file is removed.
+        # Names of these files, and of drafts that killed writers left. The folder may be the user's own, so no other
+        # file is removed.
         self._removable = re.compile(rf"[0-9a-f]{{64}}\.{kind}|\.[0-9a-f]{{64}}\.{kind}\.[0-9a-f]{{32}}")
 
     def get(self, key: str) -> bytes | None:
@@ -93,7 +94,7 @@ class OwnFiles:
         for _, n_bytes, path in sorted(found):
             if excess <= 0:
                 break
-            if path == os.fspath(new):  # also where the clock was set back
+            if path == os.fspath(new):  # it may seem the oldest, if the clock was set back
                 continue
             with suppress(FileNotFoundError):
                 os.unlink(path)
