@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import struct
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +21,7 @@ log = logging.getLogger("kvtier")
 
 FOLDER = LOCAL_STATE / f"kvtier-{os.getuid()}"
 FILE_BYTES_MAX = 1 << 30  # longest file that is read, bytes
+LEFT_OVER_S = 3600.0  # age from which on a draft is one of a killed writer, seconds
 FOLDER_BYTES_MAX = 1 << 30  # of one user's files of a folder and kind; those used longest ago are removed beyond it
 
 
@@ -83,12 +85,13 @@ class OwnFiles:
     def _remove_unused(self, new: Path) -> None:
         """Remove this user's files that were used longest ago, beyond FOLDER_BYTES_MAX, but not the new one. Other
         processes may do the same at the same time. Raises OSError."""
-        found = []
+        found, left_over_s = [], time.time() - LEFT_OVER_S
         for entry in os.scandir(self._folder):
             if self._removable.fullmatch(entry.name):
                 with suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
-                    if status.st_uid == os.getuid():
+                    is_written = entry.name.startswith(".") and status.st_mtime > left_over_s
+                    if status.st_uid == os.getuid() and not is_written:
                         found.append((status.st_mtime_ns, status.st_size, entry.path))
         excess = sum(n_bytes for _, n_bytes, _ in found) - FOLDER_BYTES_MAX
         for _, n_bytes, path in sorted(found):

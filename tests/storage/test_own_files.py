@@ -118,6 +118,15 @@ def test_files_of_other_users_are_not_removed(tmp_path: Path, monkeypatch: pytes
     assert [own.path(hashed(number)).exists() for number in range(3)] == [True, False, True]
 
 
+def test_a_file_that_another_process_is_writing_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_files, "FOLDER_BYTES_MAX", 1500)
+    draft = tmp_path / f".{hashed(9)}.plan.{'0' * 32}"
+    draft.write_bytes(bytes(1000))
+    for number in range(3):
+        files(tmp_path).put(hashed(number), bytes(1000))
+    assert draft.exists()
+
+
 def test_ranks_that_write_at_the_same_time_keep_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
