@@ -239,6 +239,7 @@ class SegmentFiles(OpenSegments):
 
     def unlink_set(self, set_id: int) -> int:
         """Remove the set's files; readers that have one open read on (I3). Return the bytes of those found."""
+        self.close_sets({set_id})  # also those whose files another process has removed
         return sum(n_bytes for part, n_bytes in self.part_bytes(set_id).items() if self.unlink(set_id, part))
 
     def unlink(self, set_id: int, part: int) -> bool:

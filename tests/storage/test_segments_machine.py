@@ -155,3 +155,15 @@ class SegmentsMachine(RuleBasedStateMachine):
 
 TestSegments = SegmentsMachine.TestCase
 TestSegments.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+def test_a_set_without_files_is_closed_too() -> None:
+    """Its file was removed while a lease held it open."""
+    machine = SegmentsMachine()
+    machine.create((1, 0))
+    lease = machine.lease((1, 0))
+    assert isinstance(lease, tuple)
+    machine.unlink((1, 0))
+    machine.release(lease)
+    machine.unlink_set(1)
+    machine.teardown()
