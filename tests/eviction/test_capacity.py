@@ -29,11 +29,9 @@ from kvtier.scheduler.store import WantedChunk
 from kvtier.storage import segments
 from kvtier.storage.root import find_root
 from kvtier.storage.segments import SegmentFiles
-from tests.support.rig import Engine, geometry, namespace, settings, shares
+from tests.support.rig import BLOCKS, TARGET, Engine, geometry, namespace, settings, shares
 from tests.waiting import wait_until
 
-BLOCKS = list(range(20))
-TARGET = list(range(100, 120))
 RECORD_BYTES = 4096 + 4 * 64 * 4 * 32 * 2 * 4  # header page, and 4 heads x 64 tokens x 4 layers x K and V of 32 floats
 
 

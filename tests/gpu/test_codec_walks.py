@@ -9,13 +9,11 @@ import torch
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from tests.codecs.transform_rig import check_transform, make_table
-from tests.support.rig import Engine, geometry
+from tests.support.rig import BLOCKS, TOKENS, Engine, geometry
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 SHAPE = geometry(k_head_size=64, v_head_size=128, dtype="bfloat16", element_bytes=2)
-TOKENS = list(range(1000, 1000 + 64 * 5))
-BLOCKS = list(range(20))
 TARGET = list(range(119, 99, -1))
 SIZES = {"host": {"arena_bytes": "16MiB"}, "hbm": {"staging_bytes": "16MiB"}}
 

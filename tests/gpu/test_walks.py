@@ -12,14 +12,11 @@ from kvtier.runtime import metrics as names
 from kvtier.scheduler.store import WantedChunk
 from kvtier.worker.cuda_events import CudaOrder, Mark
 from tests.damage import flip_slab
-from tests.support.rig import Engine, fill, geometry
+from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, fill, geometry
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 SLEEP_CYCLES = 200_000_000  # a tenth of a second on a GPU of 2 GHz: longer than all that must not overtake it
-TOKENS = list(range(1000, 1000 + 64 * 5))
-BLOCKS = list(range(20))
-TARGET = list(range(100, 120))
 SLOT_BYTES = (4 + 128) << 10  # of a chunk of the rig in bf16: a header page, and four heads of four layers
 CUDA = {"host": {"arena_bytes": "16MiB"}, "hbm": {"staging_bytes": "16MiB"}}
 

@@ -11,12 +11,8 @@ from kvtier.index.base import Location, NewRecord
 from kvtier.maintenance.scrub import stats, verify
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.storage.root import find_root
-from tests.support.rig import Engine, saved_by_another
+from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, saved_by_another
 from tests.waiting import wait_until
-
-TOKENS = list(range(1000, 1000 + 64 * 5))
-BLOCKS = list(range(20))
-TARGET = list(range(100, 120))
 
 
 def test_a_lost_index_is_read_back_at_the_next_start(tmp_path: Path) -> None:

@@ -10,10 +10,8 @@ from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveOutcome
 from tests.maintenance.test_index_lost_in_sweep import Forgetful
 from tests.scheduler.test_slow_writers import BLOCKS, before, fall_silent, housekeeper, loads, once, tokens_of, told
-from tests.support.rig import Engine, saved_by_another
+from tests.support.rig import TOKENS, Engine, saved_by_another
 from tests.worker.test_trimming import engine_of
-
-TOKENS = list(range(1000, 1000 + 64 * 5))
 
 
 def test_a_set_whose_records_were_forgotten_while_it_was_read_comes_in_with_them(

@@ -19,11 +19,8 @@ from kvtier.maintenance.sweep_lease import SWEEP_LEASE
 from kvtier.maintenance.sweeper import CLOCK_TOLERANCE_S, ORPHAN_GRACE_S, Housekeeper
 from kvtier.storage.segments import SegmentFiles, segment_name
 from tests.scheduler.test_slow_writers import before, by_hand, once
-from tests.support.rig import Engine, saved_by_another
+from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, saved_by_another
 
-TOKENS = list(range(1000, 1000 + 64 * 5))
-BLOCKS = list(range(20))
-TARGET = list(range(100, 120))
 HEADER_BYTES = 4096
 
 

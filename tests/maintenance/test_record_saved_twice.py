@@ -17,13 +17,10 @@ from kvtier.maintenance import record_check
 from kvtier.maintenance.record_check import RecordVerdict, judge
 from kvtier.storage.segments import SegmentFiles, parse_segment_name
 from tests.scheduler.test_slow_writers import housekeeper
-from tests.support.rig import Engine, saved_by_another
+from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, saved_by_another
 from tests.waiting import wait_until
 from tests.worker.test_faults import flip_payload
 
-TOKENS = list(range(1000, 1000 + 64 * 5))
-BLOCKS = list(range(20))
-TARGET = list(range(100, 120))
 BAD = 1
 
 

@@ -18,12 +18,9 @@ from kvtier.maintenance.sweeper import CLOCK_TOLERANCE_S, ORPHAN_GRACE_S, Housek
 from kvtier.plan import SaveOutcome
 from kvtier.scheduler.background import Keeper
 from kvtier.storage.segments import SegmentFiles, Sharing
-from tests.support.rig import Engine
+from tests.support.rig import BLOCKS, TARGET, Engine
 from tests.waiting import wait_until
 from tests.worker.test_trimming import RECORD_BYTES, engine_of
-
-BLOCKS = list(range(20))
-TARGET = list(range(100, 120))
 
 
 def tokens_of(number: int, n_chunks: int = 2) -> list[int]:

@@ -23,6 +23,10 @@ from kvtier.worker.transfer import Transfer
 from tests.waiting import TIMEOUT_S
 
 BLOCK_TOKENS = 16
+# A prompt of five chunks, the blocks that it is computed in, and those that it is loaded into.
+TOKENS = list(range(1000, 1000 + 64 * 5))
+BLOCKS = list(range(20))
+TARGET = list(range(100, 120))
 _open: list[Engine] | None = None  # engines of the running test; None: tests of this folder end engines themselves
 
 

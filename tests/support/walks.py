@@ -11,12 +11,8 @@ import torch
 
 from kvtier.plan import LoadDone, SaveDone, SavePlan
 from tests.support.lazy import LazyEngine, Left
-from tests.support.rig import BLOCK_TOKENS
+from tests.support.rig import BLOCK_TOKENS, BLOCKS, TARGET, TOKENS
 from tests.waiting import wait_until
-
-TOKENS = list(range(1000, 1000 + 64 * 5))
-BLOCKS = list(range(20))
-TARGET = list(range(100, 120))
 
 
 @contextmanager

@@ -18,12 +18,10 @@ from kvtier.storage import open_segments
 from kvtier.worker.transfer import Transfer
 from tests.damage import record_of, write
 from tests.support.lazy import LazyEngine
-from tests.support.rig import Engine, saved_by_another
+from tests.support.rig import BLOCKS, TARGET, Engine, saved_by_another
 from tests.waiting import wait_until
 
 TOKENS, OTHERS = list(range(1000, 1000 + 64 * 5)), list(range(7000, 7000 + 64 * 5))
-BLOCKS = list(range(20))
-TARGET = list(range(100, 120))
 BAD = 2  # the chunk, and the slot of its record
 NO_ARENA = {"host": {"arena_bytes": 8 << 20, "admit": "never"}}
 

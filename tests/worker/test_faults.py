@@ -22,12 +22,8 @@ from kvtier.storage.segments import SegmentFiles, segment_name
 from kvtier.worker.record_writer import RecordWriter
 from kvtier.worker.saving import Saver
 from tests.damage import flip, header_of, write
-from tests.support.rig import Engine, saved_by_another
+from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, saved_by_another
 from tests.waiting import wait_until
-
-TOKENS = list(range(1000, 1000 + 64 * 5))
-BLOCKS = list(range(20))
-TARGET = list(range(100, 120))
 
 
 def segments(root: Path) -> list[Path]:

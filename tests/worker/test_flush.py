@@ -16,11 +16,8 @@ from kvtier.maintenance.sweep_lease import SweepLease
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.plan import SaveOutcome
 from kvtier.storage.filesystem import file_system_of
-from tests.support.rig import Engine
+from tests.support.rig import BLOCKS, TOKENS, Engine
 from tests.waiting import wait_until
-
-TOKENS = list(range(1000, 1000 + 64 * 5))
-BLOCKS = list(range(20))
 
 
 class Watched:

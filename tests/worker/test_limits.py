@@ -16,12 +16,8 @@ from kvtier.kernels.paged import Move, PagedKV
 from kvtier.plan import LoadDone, SaveOutcome
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage.segments import SegmentFiles
-from tests.support.rig import Engine, geometry, saved_by_another
+from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, geometry, saved_by_another
 from tests.waiting import wait_until
-
-TOKENS = list(range(1000, 1000 + 64 * 5))
-BLOCKS = list(range(20))
-TARGET = list(range(100, 120))
 
 
 class HungBatch:
