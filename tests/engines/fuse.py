@@ -1,4 +1,4 @@
-"""The file systems of faulty_fs.c and target_fs.c: built once in a process, mounted by FUSE for a test."""
+"""FUSE file systems in C, such as faulty_fs.c and target_fs.c: built once in a process, mounted for a test."""
 
 import atexit
 import os
@@ -17,8 +17,8 @@ THREADS = 256  # more than all engines have: a read that hangs keeps none from b
 
 
 @cache
-def program(name: str) -> Path | None:
-    """The program of NAME.c; None: no compiler, or no headers of libfuse3, on this machine."""
+def program(source: Path) -> Path | None:
+    """The program of a source; None: no compiler, or no headers of libfuse3, on this machine."""
     if not all(shutil.which(tool) for tool in ("gcc", "pkg-config", "umount")):
         return None
     flags = subprocess.run(["pkg-config", "--cflags", "--libs", "fuse3"], capture_output=True, text=True, check=False)
@@ -26,15 +26,25 @@ def program(name: str) -> Path | None:
         return None
     folder = Path(tempfile.mkdtemp(prefix="kvtier-fuse-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    command = ["gcc", "-O2", "-Wall", "-Werror", "-o", folder / name, HERE / f"{name}.c", *flags.stdout.split()]
+    command = ["gcc", "-O2", "-Wall", "-Werror", "-o", folder / source.stem, source, *flags.stdout.split()]
     subprocess.run(command, check=True)
-    return folder / name
+    return folder / source.stem
+
+
+def unmount(server: subprocess.Popen[bytes], place: Path) -> None:
+    """End the program that serves a mount."""
+    subprocess.run(["umount", "--lazy", place], capture_output=True, check=False)
+    try:
+        server.wait(10)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
 
 
 @contextmanager
 def mounted(name: str, below: Path, flags: Path, **environment: str) -> Iterator[Path | None]:
     """A folder through which `below` is seen; None: it cannot be had here. At the end all flags are cleared."""
-    built, place = program(name), flags.with_name("mounted")
+    built, place = program(HERE / f"{name}.c"), flags.with_name("mounted")
     if built is None:
         yield None
         return
@@ -47,9 +57,4 @@ def mounted(name: str, below: Path, flags: Path, **environment: str) -> Iterator
     finally:
         with flags.open("r+b") as file:  # it is mapped, so it must not become shorter
             file.write(bytes(flags.stat().st_size))  # what hangs goes on
-        subprocess.run(["umount", "--lazy", str(place)], capture_output=True, check=False)
-        try:
-            server.wait(10)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+        unmount(server, place)

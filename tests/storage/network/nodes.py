@@ -1,7 +1,6 @@
 """Two mounts of stale_fs.c over one folder, and engines on them: nodes that share a network file system and a Redis."""
 
 import os
-import shutil
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.fuse import program, unmount
 from tests.redis_server import GENEROUS_MS
 from tests.support.rig import Engine
 from tests.waiting import wait_until
@@ -41,36 +41,23 @@ class Nodes:
 @contextmanager
 def two_nodes(folder: Path) -> Iterator[Nodes]:
     """Skips the test where FUSE file systems cannot be built or mounted."""
-    if not shutil.which("gcc") or not shutil.which("pkg-config") or not os.access("/dev/fuse", os.W_OK):
-        pytest.skip("needs gcc, pkg-config and /dev/fuse")
-    found = subprocess.run(["pkg-config", "--cflags", "--libs", "fuse3"], capture_output=True, text=True, check=False)
-    if found.returncode != 0:
-        pytest.skip("needs the headers of libfuse 3")
+    built = program(SOURCE)
+    if built is None or not os.access("/dev/fuse", os.W_OK):
+        pytest.skip("needs gcc, pkg-config, the headers of libfuse 3 and /dev/fuse")
     folder.mkdir(parents=True, exist_ok=True)
-    program, below, control = folder / "stale_fs", folder / "below", folder / "control"
-    command = ["gcc", "-O2", "-Wall", "-Werror", "-o", program, SOURCE, *found.stdout.split()]
-    subprocess.run(command, check=True)
+    below, control = folder / "below", folder / "control"
     below.mkdir(mode=0o700)
     control.write_bytes(bytes(128))
     with ExitStack() as stack:
         mounts = (folder / "node-1", folder / "node-2")
         for mount in mounts:
             mount.mkdir()
-            server = subprocess.Popen([program, below, control, mount, "-f"], stderr=subprocess.DEVNULL)
-            stack.callback(_end, server, mount)
+            server = subprocess.Popen([built, below, control, mount, "-f"], stderr=subprocess.DEVNULL)
+            stack.callback(unmount, server, mount)
             wait_until(lambda mount=mount, server=server: mount.is_mount() or server.poll() is not None, "the mount")
             if server.poll() is not None:
                 pytest.skip("this user may not mount")
         yield Nodes(below, control, mounts)
-
-
-def _end(server: subprocess.Popen[bytes], mount: Path) -> None:
-    subprocess.run(["umount", "--lazy", mount], capture_output=True, check=False)
-    try:
-        server.wait(10)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
 
 
 def engine_on(mount: Path, url: str, **changes: object) -> Engine:
