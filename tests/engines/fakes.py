@@ -1,11 +1,21 @@
-"""A small Store and Transfer in memory, with the library's signatures, for tests of the bridge alone."""
+"""A small Store and Transfer in memory, with the library's signatures, for tests of the bridge alone; and vLLM's specs
+of attention, which kvtier knows by the names of their classes."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.runtime.metrics import Metrics
 from kvtier.scheduler.store import LostSave, SaveSelection, WantedChunk
 from kvtier.worker.transfer import Progress
+
+
+class FullAttentionSpec(SimpleNamespace):
+    pass
+
+
+class MLAAttentionSpec(SimpleNamespace):
+    pass
 
 
 def answer_to_save(key: bytes, outcome: SaveOutcome) -> SaveDone:

@@ -15,17 +15,10 @@ from kvtier.connectors.vllm import kv_dtypes, namespace
 from kvtier.connectors.vllm.platform import Packing
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Extent
+from tests.engines.fakes import FullAttentionSpec, MLAAttentionSpec
 
 pytest.importorskip("vllm")
 LAYERS = [f"model.layers.{number}.attn" for number in range(4)]
-
-
-class FullAttentionSpec(SimpleNamespace):
-    pass
-
-
-class MLAAttentionSpec(SimpleNamespace):
-    pass
 
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, head_size_v=128, dtype=torch.bfloat16)

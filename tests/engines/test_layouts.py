@@ -8,16 +8,9 @@ import torch
 from kvtier.connectors.vllm.kv_layout import CacheShape, EnginePages, engine_pages, in_layer_order, layer_number
 from kvtier.errors import ConfigError
 from kvtier.kernels.paged import Patch, gather
+from tests.support.layouts import ORDERS
 
 BLOCKS, TOKENS, HEADS, K_SIZE, LAYERS = 6, 32, 3, 8, 4
-ORDERS = {  # axes of [layer, block, head, token, content] from the outermost in memory inwards
-    "LBHNC": (0, 1, 2, 3, 4),
-    "LBNHC": (0, 1, 3, 2, 4),
-    "LHBNC": (0, 2, 1, 3, 4),
-    "BLHNC": (1, 0, 2, 3, 4),
-    "BLNHC": (1, 0, 3, 2, 4),
-    "BHLNC": (1, 2, 0, 3, 4),
-}
 
 
 def names(count: int = LAYERS) -> list[str]:

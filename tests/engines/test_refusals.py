@@ -11,6 +11,7 @@ from kvtier.config.settings import Settings
 from kvtier.connectors.vllm import compatibility, kv_dtypes, platform
 from kvtier.errors import ConfigError
 from kvtier.model.layer_kinds import refusal
+from tests.engines.fakes import FullAttentionSpec, MLAAttentionSpec
 
 pytest.importorskip("vllm")
 
@@ -55,15 +56,7 @@ def rewrite(config: Any) -> None:
     """What a callable hf_overrides looks like."""
 
 
-class FullAttentionSpec(SimpleNamespace):
-    pass
-
-
 class SlidingWindowSpec(SimpleNamespace):
-    pass
-
-
-class MLAAttentionSpec(SimpleNamespace):
     pass
 
 

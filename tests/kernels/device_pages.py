@@ -7,16 +7,9 @@ import torch
 from kvtier.connectors.vllm.kv_layout import CacheShape, engine_pages
 from kvtier.kernels.paged import PagedKV
 from tests.kernels.device_rig import DEVICE
+from tests.support.layouts import ORDERS
 
 GUARD = 256
-ORDERS = {  # axes of [layer, block, head, token, content] from the outermost in memory inwards
-    "LBHNC": (0, 1, 2, 3, 4),
-    "LBNHC": (0, 1, 3, 2, 4),
-    "LHBNC": (0, 2, 1, 3, 4),
-    "BLHNC": (1, 0, 2, 3, 4),
-    "BLNHC": (1, 0, 3, 2, 4),
-    "BHLNC": (1, 2, 0, 3, 4),
-}
 FLASH = {  # the same axes, of which each token's content is one of K and V
     "B2NHD": (0, 1, 5, 3, 2, 4),
     "B2HND": (0, 1, 5, 2, 3, 4),
