@@ -40,7 +40,6 @@ TAGS = [
 
 
 def make_app(service: Service) -> ASGIApp:
-    """Return the whole application."""
     settings = service.settings.server
     limited = TimeLimit(make_routes(service), settings.timeout_s)
     whole = WholeBody(limited, settings.body_bytes_max, settings.timeout_s)

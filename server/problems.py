@@ -63,7 +63,6 @@ def problem(
 
 
 async def send_problem(scope: Scope, receive: Receive, send: Send, refused: Refused) -> None:
-    """Send a problem from the middleware."""
     await problem(refused.status, refused.detail, refused.headers)(scope, receive, send)
 
 

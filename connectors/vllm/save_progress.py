@@ -56,8 +56,6 @@ class _Adapted:
 
 
 class Frontiers:
-    """Frontiers of all requests of an engine."""
-
     def __init__(self, save_generated: bool, behind: StepsBehind, adapters: Adapters) -> None:
         self._save_generated = save_generated
         self._behind = behind

@@ -228,7 +228,6 @@ class Index(Protocol):
 
     @property
     def was_reset(self) -> bool:
-        """Return whether there is a loss."""
         return self.loss() is not None
 
     def rebuilt(self, loss: Loss | None) -> None:

@@ -120,8 +120,6 @@ def record_buffers(count: int) -> list[AlignedBuffer]:
 
 
 class _Run:
-    """State of one calibration."""
-
     def __init__(self, ask: Ask, makers: Makers, clock: Callable[[], float]) -> None:
         self._ask = ask
         self._makers = makers

@@ -172,7 +172,6 @@ class RangeReader:
         return RangeFailure(error, file.value, offset.value, message.of(error)) if error else None
 
     def close(self) -> None:
-        """Free the slots."""
         handle, self._handle = self._handle, None
         if handle is not None and self._pid == os.getpid():
             library.kvtier_slots_free(handle)

@@ -145,7 +145,6 @@ class Metrics:
 
 
 def summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the sums by name."""
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():

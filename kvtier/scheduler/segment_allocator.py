@@ -182,7 +182,6 @@ class Supplies:
 
     @property
     def n_unused(self) -> int:
-        """Count the sets of which no slot was taken."""
         return sum(side.n_unused for side in self.sides())
 
     def answered(self, set_id: int, slot: int, is_blank: bool) -> None:
@@ -232,7 +231,6 @@ class Supplies:
         return answered, others, unused + unused_too
 
     def abandon(self) -> tuple[list[int], list[int]]:
-        """Forget all sets. Return (ids of those with a taken slot, ids of those without)."""
         return _abandoned(self.sides())
 
 

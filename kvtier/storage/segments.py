@@ -356,7 +356,6 @@ class SegmentFolders:
             return self._known.setdefault(namespace, made)
 
     def open_sets(self) -> set[int]:
-        """Return the ids of the sets that have a segment open here."""
         return {set_id for files in self.made() for set_id in files.open_sets()}
 
     def close_sets(self, set_ids: Collection[int]) -> None:

@@ -45,7 +45,6 @@ class WeightRates:
 
     @property
     def ceiling(self) -> float:
-        """Return the lower of the ceilings."""
         return self.plain_read if self.pcie is None else min(self.plain_read, self.pcie)
 
     @property
@@ -54,13 +53,11 @@ class WeightRates:
         return self.loading / self.ceiling
 
     def rates(self) -> Iterator[tuple[str, float]]:
-        """Yield the measured rates, each with a text."""
         yield "", self.loading
         if self.verified is not None:
             yield ", compared with the manifest", self.verified
 
     def ceilings(self) -> Iterator[tuple[str, float]]:
-        """Yield the ceilings, each with a text."""
         yield f"plain reads, {THREADS} threads", self.plain_read
         if self.pcie is not None:
             yield "copies of pinned memory over PCIe", self.pcie

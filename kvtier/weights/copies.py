@@ -30,7 +30,6 @@ class Copy:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes that land."""
         return self.rows * self.row_bytes
 
 

@@ -51,15 +51,10 @@ class WeightReader:
     At most 96 MiB of host memory beside the targets; pinned where a target is on a device. Not thread-safe.
     """
 
-    def __init__(
-        self, *, stall_s: float = STALL_S, progress: Callable[[int], object] | None = None, readers: int = 1
-    ) -> None:
-        """Set the deadline and the observer of all reads.
-
-        stall_s: longest time without any new byte, seconds. progress: is called about 20 times a second with the
-        bytes that have landed. readers: number of processes on this host that read at the same time, this one included.
-        """
-        self._stall_s, self._progress = stall_s, progress
+    def __init__(self, *, progress: Callable[[int], object] | None = None, readers: int = 1) -> None:
+        """progress: is called about 20 times a second with the bytes that have landed. readers: number of processes on
+        this host that read at the same time, this one included."""
+        self._progress = progress
         self._sizes = {} if readers == 1 else ranges.shared_sizes(readers)
         self._ranges: RangeReader | None = None
 
@@ -169,7 +164,7 @@ class WeightReader:
                 rows.append((file.descriptor, size, found, skipped, file.is_cached))
             described = np.array(rows, ranges.FILE)
             table = np.ascontiguousarray(table)
-            result = reader.read(described, table, places, stall_s=self._stall_s, progress=observe)
+            result = reader.read(described, table, places, stall_s=STALL_S, progress=observe)
         if result.failure is not None:
             raise self._error(files, result.failure)
         n_direct = sum(file.is_direct for file in opened)
@@ -179,7 +174,7 @@ class WeightReader:
         if failure.error in (errno.EREMOTEIO, errno.ENOMEM):
             return TierUnavailable(f"weights cannot be moved: {failure.message}")
         if failure.error == errno.ETIMEDOUT:
-            return WeightsUnreadable(files[0].parent, None, f"no byte came for {self._stall_s:g} s; check the storage")
+            return WeightsUnreadable(files[0].parent, None, f"no byte came for {STALL_S:g} s; check the storage")
         reason = "the file ends here, too early" if failure.error == errno.ENODATA else os.strerror(failure.error)
         return WeightsUnreadable(files[failure.file], failure.offset, _CANNOT_READ.format(reason))
 
