@@ -14,7 +14,7 @@ What cannot be followed raises TraceRefused: the caller then loads with real ten
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
@@ -253,7 +253,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 convert(self._reader, self._files, [entry], self.tensors, self._expected)
                 self._materialized_bytes += extent(target.tensor)
             elif entry:
-                moved = [_aimed(copy) for copy in entry]
+                moved = [replace(copy, file=0, target=0) for copy in entry]
                 report = self._reader.read([self._files[entry[0].file]], moved, [target.tensor], self._expected)
                 self._materialized_bytes += report.bytes_landed
 
@@ -288,11 +288,6 @@ def distinct(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, tor
         if place not in chosen or n_bytes > chosen[place][0]:
             chosen[place] = (n_bytes, name, tensor)
     return sorted((name, tensor) for _, name, tensor in chosen.values())
-
-
-def _aimed(copy: Copy) -> Copy:
-    """Return the copy with its file and its target as the only ones."""
-    return Copy(0, copy.offset, copy.rows, copy.row_bytes, copy.source_pitch, 0, copy.target_offset, copy.target_pitch)
 
 
 def _parts(target: _Written) -> list[Copy]:

@@ -1,7 +1,7 @@
 """Selection of the sets to evict: for a new set, to keep the limits, or on an administrator's request; in LRU order.
 Pure: sets, limits and the clock in, sets to remove out."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -68,9 +68,8 @@ class EvictionChoice:
         self._sets = sets
         self._pending = pending
         self._filled = filled
-        self._candidates = least_recent_first(
-            info for info in sets if info.set_id not in filled and info.set_id not in protected
-        )
+        evictable = [info for info in sets if info.set_id not in filled and info.set_id not in protected]
+        self._candidates = sorted(evictable, key=lambda info: (info.used_s, info.set_id))  # in the order of eviction
         self._gone: set[int] = set()
 
     @property
@@ -143,11 +142,6 @@ class EvictionChoice:
                 for info in self._sets
                 if info.set_id not in self._gone and selection.means(info, now_s)
             ]
-
-
-def least_recent_first(sets: Iterable[SetInfo]) -> list[SetInfo]:
-    """Return the sets in the order in which they are evicted."""
-    return sorted(sets, key=lambda info: (info.used_s, info.set_id))
 
 
 class _Seen(NamedTuple):
