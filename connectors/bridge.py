@@ -44,7 +44,8 @@ class Step:
     before: save these before the engine touches any block: their requests ended, and their blocks may be reused.
     after: save these after the step's forward.
     refused: loads that the engine waits for but that cannot be made; answered as failed.
-    is_idle: the engine computes nothing in this step.
+    is_idle: the engine computes nothing in this step. waits_for_room: chunks of ended requests were refused, for which
+    the engine makes steps until they are taken.
     """
 
     before: SavePlan | None = None
@@ -52,6 +53,7 @@ class Step:
     loads: tuple[LoadPlan, ...] = ()
     refused: tuple[LoadDone, ...] = ()
     is_idle: bool = False
+    waits_for_room: bool = False
 
 
 class LoadRoom:
@@ -214,8 +216,9 @@ class SchedulerBridge:
         is_idle: the engine computes nothing in this step. rewritten: blocks that the engine may write to before the
         gather; None: unknown.
         """
+        waits_for_room = self.saves.late.are_waiting
         before, after = self.saves.take_plans(rewritten)
-        step = Step(before, after, tuple(self.room.planned), tuple(self._refused), is_idle)
+        step = Step(before, after, tuple(self.room.planned), tuple(self._refused), is_idle, waits_for_room)
         self.room.planned, self._refused = [], []
         self._deadline.end_step()
         return step
@@ -328,14 +331,14 @@ class WorkerBridge:
         self._shape = shape
         self._faults = faults
         self._waiting: set[str] = set()
-        self._is_idle = False
+        self._is_idle = self._waits_for_room = False
         self._answers: list[LoadDone] = []
         self._saves: list[SaveDone] = []
         self._timings: list[tuple[int, float]] = []
 
     def before_forward(self, step: Step) -> None:
         """Call before the engine zeroes, loads into or computes on any block."""
-        self._is_idle = step.is_idle
+        self._is_idle, self._waits_for_room = step.is_idle, step.waits_for_room
         self._save(step.before)
 
     def after_forward(self, step: Step) -> None:
@@ -353,10 +356,11 @@ class WorkerBridge:
     def poll(self) -> list[LoadDone]:
         """Return the loads that ended since the last poll, each once.
 
-        In an idle step, wait a moment for a load: an engine that spins would hold the interpreter lock that the load
-        needs.
+        In an idle step, wait a moment for a load, or for the copies of saves: an engine that spins would hold the
+        interpreter lock that these need.
         """
-        wait_s = IDLE_WAIT_S if self._is_idle and self._waiting and not self._answers else 0.0
+        waits = self._is_idle and not self._answers and (self._waiting or self._waits_for_room)
+        wait_s = IDLE_WAIT_S if waits else 0.0
         progress = Progress([], [], [])
         with self._faults.contained("asking for progress"):
             progress = self._transfer.poll(wait_s)

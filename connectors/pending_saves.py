@@ -2,17 +2,19 @@
 could not be saved. Imports no engine.
 
 What cannot be taken now (a worker's queue is full, the storage rests, no set is ready) is planned again in later steps
-of the request, while its blocks are alive, and at its end. Chunks of a prompt are planned in order, and none behind one
-that could not be planned, so what is missing in the end is the tail of a prompt. Requests that came first are served
-first, so the newest lose their tails.
+of the request and at its end, and what a full queue refuses then, as long as its blocks are alive (late_saves). Chunks
+of a prompt are planned in order, and none behind one that could not be planned, so what is missing in the end is the
+tail of a prompt. Requests that came first are served first, so the newest lose their tails.
 """
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.kv_events import Watcher
+from kvtier.connectors.late_saves import LateSaves
 from kvtier.connectors.tracked_request import BlockShape, TrackedRequest
 from kvtier.plan import SaveDone, SaveOutcome, SavePlan
 from kvtier.runtime import metrics as names
@@ -39,18 +41,19 @@ class PendingSaves:
 
     def __init__(self, store: Store, shape: BlockShape, requests: Mapping[str, TrackedRequest], faults: Faults) -> None:
         self.watcher = Watcher()
+        self.late = LateSaves()
         self._store = store
         self._shape = shape
         self._requests = requests
         self._faults = faults
         self._pacing = SavePacing()
         self._advanced: dict[str, _Frontier] = {}
-        self._ended: list[tuple[int, list[WantedChunk]]] = []  # arrival of the request, its chunks
+        self._ended: dict[int, list[WantedChunk]] = {}  # chunks by arrival of their request
 
     @property
     def has_ended(self) -> bool:
         """Return True while chunks of ended requests wait for a step that takes them to the workers."""
-        return bool(self._ended)
+        return bool(self._ended) or self.late.are_waiting
 
     def is_due(self, request: TrackedRequest, frontier_tokens: int) -> bool:
         """Return True if there may be a chunk to save. Cheap: called for every request in every step."""
@@ -83,16 +86,19 @@ class PendingSaves:
             return
         request.progress.plan_again(0)
         wanted = self._take(request, _Frontier(frontier_tokens, block_ids), None)
+        with self._faults.contained("keeping what may be refused"):
+            unsaved = request.unsaved(frontier_tokens, block_ids, self._shape, self._store.is_stored)
+            self.late.keep(request.arrival, unsaved)
         if wanted:
-            self._ended.append((request.arrival, wanted))
+            self._ended[request.arrival] = wanted
 
     def take_plans(self, rewritten: AbstractSet[int] | None) -> tuple[SavePlan | None, SavePlan | None]:
         """Return the saves (before, after) the forward of this step.
 
         rewritten: blocks that the engine may write to before the gather; None: unknown.
         """
-        before = self._plan_ended(rewritten)
         window = self._pacing.next_window()
+        before = self._plan_ended(rewritten, window)
         if window is not None and before is not None:
             window = max(0, window - len(before.chunks))
         return before, self._plan_advanced(window)
@@ -106,9 +112,15 @@ class PendingSaves:
         for lost in left:
             request = self._requests.get(lost.owner)
             if request is not None and request.may_save:
+                self.late.forget(lost.key)
                 self._plan_again(request, lost)
-            elif self._store.count_dropped(lost):
-                tails.add(lost.owner)
+            elif lost.outcome is SaveOutcome.QUEUE_FULL and self.late.plan_again(lost.key):
+                self._pacing.refused()
+            else:
+                self.late.forget(lost.key)
+                if self._store.count_dropped(lost):
+                    tails.add(lost.owner)
+        self._note_answers(done)
         if tails:
             self._store.metrics.add(names.DROPPED_TAILS, len(tails))
         with self._faults.contained("announcing saved chunks"):
@@ -118,6 +130,14 @@ class PendingSaves:
         """Drop what is planned: no KV that is in the engine now may be saved."""
         self._advanced.clear()
         self._ended.clear()
+        self.late.clear()
+
+    def _note_answers(self, done: Sequence[SaveDone]) -> None:
+        for answer in done:
+            if self._store.is_stored(answer.key):
+                self.late.forget(answer.key)
+            elif answer.outcome is SaveOutcome.QUEUE_FULL and self._store.is_known(answer.key):
+                self.late.refused(answer.key)
 
     def _plan_again(self, request: TrackedRequest, lost: LostSave) -> None:
         if lost.outcome is SaveOutcome.REFUSED:
@@ -132,27 +152,40 @@ class PendingSaves:
         progress.plan_again(lost.number)
         self._pacing.refused()
 
-    def _plan_ended(self, rewritten: AbstractSet[int] | None) -> SavePlan | None:
-        """Plan what is left of the requests that ended. What cannot be planned now is lost."""
+    def _plan_ended(self, rewritten: AbstractSet[int] | None, window: int | None) -> SavePlan | None:
+        """Plan what is left of the requests that ended, and at most `window` chunks that were refused since then. What
+        cannot be planned now is lost, unless a set is coming and its blocks stay alive until then."""
         wanted: list[WantedChunk] = []
-        tails = set()
-        for _, chunks in sorted(self._ended, key=lambda ended: ended[0]):
+        tails = set[str]()
+        ended, self._ended = self._ended, {}
+        for arrival, due in self.late.take(window).items():
+            ended.setdefault(arrival, []).extend(due.chunks)
+            if due.lost:
+                self._lose(due.lost, names.SKIPPED_QUEUE_FULL, tails)
+        for arrival in sorted(ended):
+            chunks = sorted(ended[arrival], key=attrgetter("number"))
             n_whole = 0
             if rewritten is not None:
                 overwritten = (i for i, chunk in enumerate(chunks) if not rewritten.isdisjoint(chunk.block_ids))
                 n_whole = next(overwritten, len(chunks))
             if n_whole < len(chunks):
-                self._store.metrics.add(names.SKIPPED_OVERWRITTEN, len(chunks) - n_whole)
-                tails.add(chunks[0].owner)
+                self._lose(chunks[n_whole:], names.SKIPPED_OVERWRITTEN, tails)
             wanted += chunks[:n_whole]
-        self._ended.clear()
         plan, left = self._select(wanted)
         for chunk, cause in left:
-            self._store.metrics.add(cause)
-            tails.add(chunk.owner)
+            is_set_coming = cause == names.SKIPPED_NO_SPACE and self._store.is_set_coming(chunk.tenant)
+            if not (is_set_coming and self.late.plan_again(chunk.key)):
+                self._lose([chunk], cause, tails)
         if tails:
             self._store.metrics.add(names.DROPPED_TAILS, len(tails))
         return plan
+
+    def _lose(self, chunks: Sequence[WantedChunk], cause: str, tails: set[str]) -> None:
+        """Count chunks of an ended request that are not saved."""
+        self._store.metrics.add(cause, len(chunks))
+        for chunk in chunks:
+            self.late.forget(chunk.key)
+            tails.add(chunk.owner)
 
     def _plan_advanced(self, window: int | None) -> SavePlan | None:
         """Plan the next chunks of running requests, at most `window`, in the order in which the requests came."""

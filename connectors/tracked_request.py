@@ -154,15 +154,24 @@ class TrackedRequest:
             progress.planned_chunks += 1
         first = progress.planned_chunks
         stop = len(keys) if limit is None else min(len(keys), first + limit)
-        wanted = []
-        for chunk in range(first, stop):
-            parent = keys[chunk - 1] if chunk else self.namespace
-            blocks = shape.blocks_of(block_ids, chunk, chunk + 1)
-            owner, tenant = self.view.request_id, self.view.tenant
-            wanted.append(WantedChunk(keys[chunk], parent, blocks, tenant, owner, chunk, chunk < progress.whole_chunks))
+        wanted = [self._wanted(chunk, block_ids, shape) for chunk in range(first, stop)]
         progress.planned_chunks = max(first, stop)
         progress.whole_chunks = max(progress.whole_chunks, len(keys))
         return wanted
+
+    def unsaved(
+        self, frontier_tokens: int, block_ids: Sequence[int], shape: BlockShape, is_stored: Callable[[bytes], bool]
+    ) -> list[WantedChunk]:
+        """Return the chunks that are whole below `frontier_tokens` and that could be saved, but are not stored."""
+        end = min(frontier_tokens // shape.chunk_tokens, len(block_ids) // shape.blocks, self.progress.end_chunk)
+        keys = self.keys_to(end, shape.chunk_tokens)
+        return [self._wanted(chunk, block_ids, shape) for chunk, key in enumerate(keys) if not is_stored(key)]
+
+    def _wanted(self, chunk: int, block_ids: Sequence[int], shape: BlockShape) -> WantedChunk:
+        parent = self.keys[chunk - 1] if chunk else self.namespace
+        blocks = shape.blocks_of(block_ids, chunk, chunk + 1)
+        owner, tenant, is_late = self.view.request_id, self.view.tenant, chunk < self.progress.whole_chunks
+        return WantedChunk(self.keys[chunk], parent, blocks, tenant, owner, chunk, is_late)
 
 
 @dataclass(frozen=True, slots=True)

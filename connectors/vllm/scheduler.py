@@ -15,6 +15,7 @@ from kvtier.connectors import dynamo
 from kvtier.connectors.bridge import SchedulerBridge
 from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.kv_events import Announcements, ChunkBlocks
+from kvtier.connectors.late_saves import no_contents
 from kvtier.connectors.load_costs import LoadCosts, StepTimes
 from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.connectors.vllm import platform
@@ -105,8 +106,9 @@ class SchedulerHalf:
             announcements.start()
 
     def bind_blocks(self, pool: Any) -> None:
-        """Watch how many of vLLM's blocks are free."""
+        """Watch vLLM's blocks: how many are free, and which have still the content of an ended request."""
         self._bridge.room.shared.is_short = partial(self._is_short, pool)
+        self._bridge.saves.late.contents_of = partial(self._contents, pool)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens of a waiting request can be loaded, and True if they are loaded in the background
@@ -211,6 +213,12 @@ class SchedulerHalf:
     def _is_short(self, pool: Any, n_tokens: int) -> bool:
         left = pool.get_num_free_blocks() - n_tokens // self._block_tokens
         return bool(left < pool.num_gpu_blocks * SHORT_OF_BLOCKS)
+
+    @contains_faults("reading the content of blocks", default=lambda self, pool, block_ids: no_contents(block_ids))
+    def _contents(self, pool: Any, block_ids: Sequence[int]) -> Sequence[object | None]:
+        """Return the hash objects of blocks in vLLM's own cache. vLLM drops a block's hash when it gives the block to a
+        request that will write to it, and makes another object when the block is full again, even of the same hash."""
+        return [pool.blocks[block_id].block_hash for block_id in block_ids]
 
     @contains_faults("describing a chunk in KV events")
     def _describe(self, request_id: str, chunk: int, shape: BlockShape, hash_tokens: int) -> ChunkBlocks | None:

@@ -180,7 +180,7 @@ class WorkerHalf:
         )
         loads = tuple(_in_kernel_blocks(plan, pages) for plan in step.loads)
         before, after = (plan and _in_kernel_blocks(plan, pages) for plan in (step.before, step.after))
-        return Step(before, after, loads, refused, step.is_idle)
+        return replace(step, before=before, after=after, loads=loads, refused=refused)
 
 
 def _in_kernel_blocks(plan: P, pages: EnginePages) -> P:

@@ -239,6 +239,11 @@ class Store:
         """Return True if the chunk is believed to be stored or being saved."""
         return key in self._known
 
+    def is_stored(self, key: bytes) -> bool:
+        """Return True if the chunk is believed to be stored, not if it is still being saved."""
+        known = self._known.get(key)
+        return known is not None and known.is_stored
+
     def saved(self, done: Sequence[SaveDone]) -> list[LostSave]:
         """Record the workers' answers. A chunk counts as stored once all ranks that write it have saved it. Return the
         chunks that all ranks answered and that some did not save."""

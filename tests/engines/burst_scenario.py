@@ -1,10 +1,11 @@
 """Scenario: a burst of prompts in front of workers that take few chunks in each step."""
 
 import random
+import time
 from dataclasses import replace
 from typing import Any
 
-from engine import CHUNK_TOKENS, Engine
+from engine import CHUNK_TOKENS, PATIENCE_S, Engine
 
 from kvtier.plan import SaveDone, SaveOutcome
 
@@ -38,17 +39,21 @@ class NarrowQueue:
         return progress._replace(saves=progress.saves + answers)
 
 
-def burst(engine: Engine) -> dict[str, Any]:
-    """All prompts at once, with answers long enough for later steps; then the tier is asked for each prompt."""
-    rng = random.Random(42)
+def burst(engine: Engine, max_tokens: int = 60) -> dict[str, Any]:
+    """All prompts at once; then the tier is asked for each prompt. Long answers leave time for later steps; with one
+    token the requests end with the step that computes their last chunks."""
+    rng = random.Random(max_tokens)
     prompts = [[rng.randrange(3, 500) for _ in range(PROMPT_CHUNKS * CHUNK_TOKENS)] for _ in range(N_PROMPTS)]
     engine.wait_for_set()
     queue = NarrowQueue(engine)
-    cold = engine.ask(prompts, max_tokens=60)
+    cold = engine.ask(prompts, max_tokens)
+    deadline = time.monotonic() + PATIENCE_S
+    while engine.scheduler_half.needs_a_step() and time.monotonic() < deadline:
+        engine.llm.llm_engine.step()
     engine.settle()
     queue.close()
     engine.forget()
-    warm = engine.ask(prompts, max_tokens=60)
+    warm = engine.ask(prompts, max_tokens)
     engine.settle()
     return {
         "refused": queue.refused,
@@ -57,3 +62,7 @@ def burst(engine: Engine) -> dict[str, Any]:
         "whole": PROMPT_CHUNKS * CHUNK_TOKENS,
         "counters": engine.counters(),  # by now the last answers of the first round are in
     }
+
+
+def short_burst(engine: Engine) -> dict[str, Any]:
+    return burst(engine, max_tokens=1)

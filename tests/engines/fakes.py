@@ -81,6 +81,9 @@ class FakeStore:
     def is_known(self, key: bytes) -> bool:
         return key in self.stored
 
+    def is_stored(self, key: bytes) -> bool:
+        return key in self.stored
+
     def is_set_coming(self, tenant: str) -> bool:
         return self.set_is_coming
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from adapters_scenario import adapters, adapters_in_use  # noqa: F401
-from burst_scenario import burst  # noqa: F401
+from burst_scenario import burst, short_burst  # noqa: F401
 from engine import BLOCK_TOKENS, CHUNK_TOKENS, PATIENCE_S, Answer, Engine
 from events_log import EventsLog
 from failed_forward_scenario import failed_forward  # noqa: F401

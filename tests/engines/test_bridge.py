@@ -3,10 +3,11 @@
 import logging
 import pickle
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from kvtier.connectors.bridge import ANSWER_GOOD_S, SchedulerBridge, Step, WorkerBridge
+from kvtier.connectors.bridge import ANSWER_GOOD_S, IDLE_WAIT_S, SchedulerBridge, Step, WorkerBridge
 from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.lookup_deadline import TURNS_MAX
 from kvtier.connectors.tracked_request import BlockShape, RequestView
@@ -393,6 +394,16 @@ def test_saves_go_before_and_after_the_forward() -> None:
     assert transfer.saves == [early]
     bridge.after_forward(step)
     assert transfer.saves == [early, late]
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+@pytest.mark.parametrize("waits_for_room", [True, False])
+def test_only_an_idle_engine_waits_a_moment_for_room(is_idle: bool, waits_for_room: bool) -> None:
+    bridge, transfer = worker()
+    bridge.before_forward(Step(is_idle=is_idle, waits_for_room=waits_for_room))
+    with patch.object(transfer, "poll", wraps=transfer.poll) as poll:
+        bridge.poll()
+    poll.assert_called_once_with(IDLE_WAIT_S if is_idle and waits_for_room else 0.0)
 
 
 def test_answers_to_saves_are_passed_on_once() -> None:

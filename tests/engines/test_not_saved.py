@@ -14,6 +14,9 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash
+
 from kvtier.connectors.bridge import SchedulerBridge
 from kvtier.connectors.faults import Faults
 from kvtier.connectors.load_costs import StepTimes
@@ -456,6 +459,37 @@ def test_loads_into_a_model_of_this_process_begin_an_epoch(monkeypatch: pytest.M
         AutoWeightsLoader(module).load_weights([("0.bias", torch.ones(2)), ("0.weight", torch.ones(2, 2))])
     assert scene.store.epoch == before + 1
     assert model[0].bias.tolist() == [1, 1]
+
+
+# --- blocks of ended requests whose chunks were refused ---
+
+
+def test_vllm_tells_when_a_block_of_its_cache_was_given_away() -> None:
+    """A block that is full of the same tokens again is not the same content: in between it held others."""
+    pool = BlockPool(3, True, BLOCK)
+    contents = partial(Scene().half._contents, pool)
+
+    def filled() -> int:
+        (block,) = pool.get_new_blocks(1)
+        request = SimpleNamespace(block_hashes=[BlockHash(bytes(32))])
+        pool.cache_full_blocks(request, [block], 0, 1, BLOCK, 0)
+        pool.free_blocks([block])
+        return int(block.block_id)
+
+    number = filled()
+    (before,) = contents([number])
+    assert before is not None and contents([number])[0] is before, "free, and still as it was"
+    pool.touch([pool.blocks[number]])
+    pool.free_blocks([pool.blocks[number]])
+    assert contents([number])[0] is before, "a hit writes nothing"
+    given = pool.get_new_blocks(2)
+    assert contents([number]) == [None]
+    pool.free_blocks(given)
+    while (again := filled()) != number:
+        pass
+    assert contents([again]) == [before] and contents([again])[0] is not before
+    pool.blocks[number] = None
+    assert contents([number]) == [None], "what cannot be read is not known"
 
 
 # --- block tables, before 0.32 ---

@@ -14,8 +14,21 @@ LLM = {"max_num_seqs": 32, "max_num_batched_tokens": 2048, "num_gpu_blocks_overr
 
 @pytest.fixture(scope="session")
 def newest(lab: Any) -> dict[str, Any]:
-    spec = {"root": str(lab.folder / "at-once"), "llm": LLM, "scenarios": ["burst", ["shared_prefix", N]]}
+    spec = {
+        "root": str(lab.folder / "at-once"),
+        "llm": LLM,
+        "scenarios": ["burst", "short_burst", ["shared_prefix", N]],
+    }
     run: dict[str, Any] = lab.run("at-once", [spec])[0]
+    return run
+
+
+@pytest.fixture(scope="session")
+def scarce(lab: Any) -> dict[str, Any]:
+    """An engine whose blocks are given to the next request at once."""
+    llm = LLM | {"num_gpu_blocks_override": 71}
+    spec = {"root": str(lab.folder / "scarce"), "llm": llm, "scenarios": ["short_burst"]}
+    run: dict[str, Any] = lab.run("scarce", [spec])[0]
     return run
 
 
@@ -35,6 +48,23 @@ def test_what_was_refused_in_a_burst_is_saved_later(newest: dict[str, Any]) -> N
     assert burst["cached"] == [burst["whole"]] * 8 and all(burst["same_tokens"])
     assert burst["counters"][names.SAVED_LATER] > 40
     assert not burst["counters"].get(names.SKIPPED_QUEUE_FULL) and not burst["counters"].get(names.DROPPED_TAILS)
+
+
+def test_what_was_refused_until_the_requests_had_ended_is_saved_from_their_blocks(newest: dict[str, Any]) -> None:
+    """A request whose answer is one token ends before its workers' refusals arrive."""
+    burst = newest["short_burst"]
+    assert burst["refused"] > 40
+    assert burst["cached"] == [burst["whole"]] * 8 and all(burst["same_tokens"])
+    assert not burst["counters"].get(names.SKIPPED_QUEUE_FULL) and not burst["counters"].get(names.DROPPED_TAILS)
+
+
+def test_nothing_is_saved_from_blocks_that_others_have_by_then(scarce: dict[str, Any]) -> None:
+    """What was refused is saved while vLLM's cache has it, and dropped, as the tail of its prompt, when it has not."""
+    burst = scarce["short_burst"]
+    assert burst["counters"][names.SKIPPED_QUEUE_FULL] and burst["counters"][names.SAVED_LATER]
+    assert all(burst["same_tokens"])
+    assert all(len(digests) == 1 for digests in scarce["saved"].values()), "one content a chunk"
+    assert all(scarce["saved"][key] == digests for key, digests in scarce["loaded"].items())
 
 
 @pytest.mark.parametrize("way", ["own", "tier", "held", "failed", "overdue", "never"])

@@ -24,8 +24,8 @@ class Scene:
     taken: numbers of the chunks that it took, by request, in order.
     """
 
-    def __init__(self, folder: Any, room: int = 1 << 30) -> None:
-        self.engine = Engine(folder)
+    def __init__(self, folder: Any, room: int = 1 << 30, engine: Engine | None = None) -> None:
+        self.engine = engine or Engine(folder)
         self.engine.wait_for_set()
         self.room = room
         self.size = self.engine.shape.chunk_tokens

@@ -1,0 +1,195 @@
+"""Chunks that workers refuse until their requests have ended are saved as long as their blocks hold them, and never
+from blocks that hold something else."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.connectors import late_saves
+from kvtier.connectors.late_saves import LateSaves
+from kvtier.plan import SaveDone, SaveOutcome, SavePlan
+from kvtier.runtime import metrics as names
+from kvtier.scheduler.save_pacing import WINDOW_MIN
+from kvtier.scheduler.store import WantedChunk
+from tests.scheduler.test_save_pacing import Scene
+from tests.support.rig import BLOCK_TOKENS, Engine
+
+SAVED, QUEUE_FULL = SaveOutcome.SAVED, SaveOutcome.QUEUE_FULL
+
+
+class Contents:
+    """Blocks of an engine that keeps what ended requests computed until it gives the blocks to others."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._of: dict[int, object | None] = {}
+        scene.bridge.saves.late.contents_of = lambda ids: [self._of.setdefault(i, f"content of {i}") for i in ids]
+
+    def give_away(self, *block_ids: int) -> None:
+        self._of.update(dict.fromkeys(block_ids))
+
+    def fill_again(self, *block_ids: int) -> None:
+        """Another request computed the same tokens."""
+        self._of.update({i: "".join(["content of ", str(i)]) for i in block_ids})
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(tmp_path)
+    yield made
+    assert not made.faults.take()
+    made.engine.close()
+
+
+def step(scene: Scene, *running: str, ends: Sequence[str] = ()) -> None:
+    """A step as vLLM makes it: the end of a request comes before the answers of its last step."""
+    for name in running:
+        scene.bridge.advance(name, len(scene.tokens[name]), scene.blocks(name))
+    planned = scene.bridge.take_step()
+    answers = [done for plan in (planned.before, planned.after) for done in scene._worker(plan)]
+    for name in ends:
+        scene.bridge.finish(name, len(scene.tokens[name]), scene.blocks(name))
+    scene.bridge.saved(answers)
+
+
+def idle_steps(scene: Scene, most: int = 100) -> int:
+    """Steps that the engine makes because saves wait, each with room for one more chunk."""
+    for number in range(most):
+        if not scene.bridge.has_pending_gathers():
+            return number
+        scene.room += 1
+        step(scene)
+    return most
+
+
+def test_a_refusal_that_comes_with_the_end_is_planned_before_the_next_forward(scene: Scene) -> None:
+    """Without knowledge of the blocks' contents: until then nobody else has the blocks."""
+    scene.room = 2
+    scene.request("r", 6)
+    step(scene, "r", ends=["r"])
+    scene.room = 100
+    step(scene)
+    scene.write()
+    assert scene.taken["r"] == list(range(6))
+    assert scene.counted(names.SKIPPED_QUEUE_FULL) == scene.counted(names.DROPPED_TAILS) == 0
+    assert not scene.bridge.has_pending_gathers()
+
+
+def test_a_tail_is_taken_bit_by_bit_while_its_blocks_hold_it(scene: Scene) -> None:
+    Contents(scene)
+    scene.room = 2
+    scene.request("r", 12)
+    step(scene, "r", ends=["r"])
+    assert 10 <= idle_steps(scene) <= 12
+    scene.write()
+    assert scene.taken["r"] == list(range(12)), "each once, in order"
+    assert scene.counted(names.SAVED_LATER) == 10
+    assert scene.counted(names.SKIPPED_QUEUE_FULL) == scene.counted(names.DROPPED_TAILS) == 0
+    late = scene.bridge.saves.late
+    assert not late._kept and not late._due and not late._refused
+
+
+@pytest.mark.parametrize("is_filled_again", [False, True])
+def test_blocks_that_were_given_away_are_not_gathered(scene: Scene, is_filled_again: bool) -> None:
+    """Nor when they hold the same tokens again: in between they held others, and may not be filled yet."""
+    contents = Contents(scene)
+    scene.room = 2
+    scene.request("r", 8)
+    step(scene, "r", ends=["r"])
+    step(scene)
+    given = scene.blocks("r")[4 * scene.size // BLOCK_TOKENS]  # the first block of chunk 4
+    contents.give_away(given)
+    if is_filled_again:
+        contents.fill_again(given)
+    scene.room = 100
+    step(scene)
+    assert not scene.bridge.has_pending_gathers()
+    assert scene.taken["r"] == [0, 1, 2, 3], "no chunk behind one that is lost"
+    assert scene.counted(names.SKIPPED_QUEUE_FULL) == 4 and scene.counted(names.DROPPED_TAILS) == 1
+
+
+def test_the_requests_that_came_first_are_served_first(scene: Scene) -> None:
+    contents = Contents(scene)
+    for number in range(3):
+        scene.request(f"r{number}", 4, 1000 * number)
+    scene.room = 0
+    step(scene, "r2", "r1", "r0", ends=["r2", "r1", "r0"])
+    step(scene)
+    scene.room = WINDOW_MIN + 1
+    step(scene)
+    assert scene.taken == {"r0": [0, 1, 2, 3], "r1": [0, 1, 2, 3]}, "no more than the window"
+    contents.give_away(*scene.blocks("r2"))
+    step(scene)
+    assert "r2" not in scene.taken and scene.counted(names.DROPPED_TAILS) == 1
+
+
+def test_after_a_reset_nothing_is_saved_from_old_blocks(scene: Scene) -> None:
+    Contents(scene)
+    scene.room = 2
+    scene.request("r", 6)
+    step(scene, "r", ends=["r"])
+    assert scene.bridge.has_pending_gathers()
+    scene.bridge.reset(blocks_in_use=False)
+    scene.room = 100
+    step(scene)
+    assert scene.taken["r"] == [0, 1] and not scene.bridge.has_pending_gathers()
+
+
+def test_an_engine_without_work_does_not_try_for_ever(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_saves, "STEPS_MAX", 20)
+    Contents(scene)
+    scene.room = 2
+    scene.request("r", 6)
+    step(scene, "r", ends=["r"])
+    n_steps = 0
+    while scene.bridge.has_pending_gathers() and n_steps < 100:
+        step(scene)
+        n_steps += 1
+    assert 20 <= n_steps <= 22
+    assert scene.counted(names.SKIPPED_QUEUE_FULL) == 4 and scene.counted(names.DROPPED_TAILS) == 1
+
+
+def test_what_may_be_refused_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_saves, "KEPT_MAX", 10)
+    late = LateSaves()
+    late.keep(0, [WantedChunk(bytes([n] * 16), b"", (n,)) for n in range(30)])
+    assert list(late._kept) == [bytes([n] * 16) for n in range(20, 30)]
+
+
+def test_what_one_rank_refused_is_planned_again_once_the_other_has_answered(tmp_path: Path) -> None:
+    """The engine has no other work, and steps are needed to hear of the other rank."""
+    scene = Scene(tmp_path, engine=Engine(tmp_path, tensor_size=2))
+    Contents(scene)
+    scene.request("r", 4)
+
+    def answers(plan: SavePlan | None, *outcomes: SaveOutcome) -> list[SaveDone]:
+        assert plan is not None
+        return [SaveDone(c.key, c.set_id, c.slot, outcome) for c, outcome in zip(plan.chunks, outcomes, strict=True)]
+
+    scene.bridge.advance("r", 4 * scene.size, scene.blocks("r"))
+    plan = scene.bridge.take_step().after
+    scene.bridge.finish("r", 4 * scene.size, scene.blocks("r"))
+    assert not scene.bridge.has_pending_gathers()
+    scene.bridge.saved(answers(plan, SAVED, SAVED, QUEUE_FULL, QUEUE_FULL))
+    assert scene.bridge.has_pending_gathers()
+    waiting = scene.bridge.take_step(is_idle=True)
+    assert waiting.before is None and waiting.waits_for_room
+    scene.bridge.saved(answers(plan, SAVED, SAVED, SAVED, SAVED))
+    again = scene.bridge.take_step(is_idle=True)
+    assert again.before is not None and [chunk.number for chunk in again.before.chunks] == [2, 3]
+    scene.bridge.saved(2 * answers(again.before, SAVED, SAVED))
+    assert not scene.bridge.has_pending_gathers()
+    assert all(scene.engine.store.is_stored(key) for key in scene.engine.keys(scene.tokens["r"]))
+    scene.engine.close()
+
+
+def test_the_chunks_of_an_aborted_request_are_not_planned_again(scene: Scene) -> None:
+    Contents(scene)
+    scene.room = 0
+    scene.request("r", 4)
+    scene.bridge.advance("r", 4 * scene.size, scene.blocks("r"))
+    plan: Any = scene.bridge.take_step().after
+    scene.bridge.finish("r", 0, [])
+    scene.bridge.saved(scene._worker(plan))
+    assert not scene.bridge.has_pending_gathers() and scene.counted(names.SKIPPED_QUEUE_FULL) == 4
