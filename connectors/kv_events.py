@@ -165,6 +165,8 @@ class Announcements(Watcher):
                 expected = self._expected.get(answer.key)
                 if expected is None:
                     continue
+                if answer.outcome is SaveOutcome.QUEUE_FULL:  # it may be planned again
+                    continue
                 if answer.outcome not in (SaveOutcome.SAVED, SaveOutcome.PRESENT):
                     del self._expected[answer.key]
                     continue
