@@ -86,6 +86,8 @@ class PendingSaves:
             return
         request.progress.plan_again(0)
         wanted = self._take(request, _Frontier(frontier_tokens, block_ids), None)
+        if not request.may_save:
+            return
         with self._faults.contained("keeping what may be refused"):
             unsaved = request.unsaved(frontier_tokens, block_ids, self._shape, self._store.is_stored)
             self.late.keep(request.arrival, unsaved)

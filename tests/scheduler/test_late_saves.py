@@ -4,6 +4,7 @@ from blocks that hold something else."""
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -122,6 +123,23 @@ def test_the_requests_that_came_first_are_served_first(scene: Scene) -> None:
     contents.give_away(*scene.blocks("r2"))
     step(scene)
     assert "r2" not in scene.taken and scene.counted(names.DROPPED_TAILS) == 1
+
+
+@pytest.mark.parametrize("is_coming", [True, False])
+def test_what_ends_while_a_set_is_made_is_saved_into_it(scene: Scene, is_coming: bool) -> None:
+    Contents(scene)
+    scene.request("r", 4)
+    store = scene.engine.store
+    with (
+        patch.object(store, "_place_of", return_value=names.SKIPPED_NO_SPACE),
+        patch.object(store, "is_set_coming", return_value=is_coming),
+    ):
+        step(scene, "r", ends=["r"])
+        step(scene)
+        assert scene.bridge.has_pending_gathers() is is_coming
+    step(scene)
+    assert scene.taken == ({"r": [0, 1, 2, 3]} if is_coming else {})
+    assert scene.counted(names.SKIPPED_NO_SPACE) == (0 if is_coming else 4)
 
 
 def test_after_a_reset_nothing_is_saved_from_old_blocks(scene: Scene) -> None:
