@@ -35,6 +35,7 @@ SHAPES = {"save": (32, 6144), "long": (16, 12_000), "short": (64, 4000), "shared
 TINY_SHAPES = {"save": (4, 256), "long": (3, 512), "short": (6, 192), "shared": (6, 256)}
 DECODERS, TAIL_TOKENS = 16, 60
 REPETITIONS = 3  # of loads, in the fresh process
+WARM_TOKENS = [100, 250, 1000, 4000]  # of the prompts that the fresh process computes before it loads
 
 
 def ceilings(setup: EngineSetup, ranks: int, is_tiny: bool) -> dict[str, float]:
@@ -81,7 +82,9 @@ def measure(
     loads = [["load_burst", kind, *shapes[kind], REPETITIONS] for kind in kinds]
     loads.append(["shared_burst", *shapes["shared"], TAIL_TOKENS])
     loads.append(["decode_beside", 2 if is_tiny else DECODERS, "long", *shapes["long"]])
-    loaded = setup.run(f"load-{system}", system, [warm_up, *loads])
+    loaded = setup.run(
+        f"load-{system}", system, [warm_up, ["compute_bursts", *WARM_TOKENS[: 1 if is_tiny else None]], *loads]
+    )
     setup.clear(system)
     return {"stored": stored, "loaded": loaded}
 
@@ -158,6 +161,18 @@ def save_burst(engine: MeasuredEngine, kind: str, count: int, n_tokens: int) -> 
         prompts = [_tokens(engine, kind, number, n_tokens) for number in range(count)]
         found["stored_chunks"] = [sum(pair) for pair in zip(*map(engine.stored_chunks, prompts), strict=True)]
     engine.forget()
+    return found
+
+
+def compute_bursts(engine: MeasuredEngine, *lengths: int) -> Found:
+    """Compute four prompts of each length at once: what CUDA and cuBLAS load at the first step of a size is no time of
+    loads."""
+    found: Found = {}
+    for n_tokens in lengths:
+        found[str(n_tokens)] = [
+            _ask_at_once(engine, f"warm-{turn}", 4, n_tokens, NO_TIER)["last_first_token_s"] for turn in range(3)
+        ]
+        engine.forget()
     return found
 
 
