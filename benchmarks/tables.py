@@ -33,6 +33,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 FILES = ("README.md", "benchmarks/README.md", "docs/codecs.md", "docs/weights.md", "tests/README.md")  # with marks
 BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 EQUALITY = ("equality_small", "equality_mla", "equality_small_032")  # result files of benchmarks.gpu.equality
+UNDER_LOAD_RESULTS = ("gpu/under_load", "gpu/under_load_h100", "gpu/under_load_032")
 UNDER_LOAD = {  # steps of the result
     "load_burst": "32 x 6,144 tokens",
     "load_burst long": "16 x 12,000 tokens",
@@ -310,18 +311,24 @@ simple(
 
 @table
 def under_load() -> Lines:
-    result, cells = read("gpu/under_load"), []
-    for name, about in UNDER_LOAD.items():
-        for system, found in result["systems"].items():
-            one, ceiling = found["loaded"][name], result["ceilings"]["h2d_bytes_s"]
-            share = one["hit_tokens"] * DIMENSIONS["8b"].token_bytes() / one["last_first_token_s"] / ceiling
-            last = [ms(each["last_first_token_s"]) for each in (one, one["resident"])]
-            label = {"native": "vLLM's tiering"}.get(system, system)
-            cells.append([about, label, ms(one["median_first_token_s"]), *last, f"{share:.0%}"])
-    return [
-        f"**Loads at once** (`run_h200.sh under-load`, {source(result)}; 8B from tmpfs; milliseconds to first tokens):",
-        *rows(["loads", "system", "median", "last", "last, all in vLLM's own cache", "of PCIe"], cells),
-    ]
+    lines = []
+    for number, result in enumerate(map(read, UNDER_LOAD_RESULTS)):
+        cells = []
+        for name, about in UNDER_LOAD.items():
+            for system, found in result["systems"].items():
+                one, ceiling = found["loaded"][name], result["ceilings"]["h2d_bytes_s"]
+                share = one["hit_tokens"] * DIMENSIONS["8b"].token_bytes() / one["last_first_token_s"] / ceiling
+                last = [ms(each["last_first_token_s"]) for each in (one, one["resident"])]
+                again = ", ".join(ms(each["last_first_token_s"]) for each in one.get("again", ())) or "-"
+                label = {"native": "vLLM's tiering"}.get(system, system)
+                cells.append([about, label, ms(one["median_first_token_s"]), *last, f"{share:.0%}", again])
+        lines += [
+            *([""] if number else []),
+            f"**Loads at once** (`run_h200.sh under-load`, vLLM {result['versions']['vllm']}, {source(result)}; 8B "
+            f"from tmpfs; milliseconds to first tokens{'; again: last, in the same process' if number else ''}):",
+            *rows(["loads", "system", "median", "last", "last, all in vLLM's own cache", "of PCIe", "again"], cells),
+        ]
+    return lines
 
 
 @table
