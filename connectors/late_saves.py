@@ -6,6 +6,7 @@ content.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 from kvtier.scheduler.store import WantedChunk
@@ -13,6 +14,7 @@ from kvtier.scheduler.store import WantedChunk
 KEPT_MAX = 4096  # chunks of ended requests that may still be refused (I4)
 # Steps after which a chunk is given up: an engine without other work makes them 10 ms apart (bridge.IDLE_WAIT_S).
 STEPS_MAX = 1000
+ANSWER_STEPS = 8  # steps after which workers have refused what they have no room for; vLLM plans fewer ahead
 
 # Returns an object for each block, which stands for its content: another one from the moment on at which the block is
 # given to a request that will write to it. None: not known.
@@ -24,12 +26,14 @@ def no_contents(block_ids: Sequence[int]) -> Sequence[object | None]:
 
 
 class _LateChunk(NamedTuple):
-    """contents: of its blocks when its request ended, in step `step`. arrival: number of the request."""
+    """contents: of its blocks when its request ended, in step `step`. arrival: number of the request. planned: step in
+    which it was planned last, as far as is known here."""
 
     chunk: WantedChunk
     contents: Sequence[object | None]
     step: int
     arrival: int
+    planned: int
 
 
 class Due(NamedTuple):
@@ -55,12 +59,18 @@ class LateSaves:
         return bool(self._due or self._refused)
 
     def keep(self, arrival: int, chunks: Sequence[WantedChunk]) -> None:
-        """Note the chunks of a request that ends which are not stored by now."""
+        """Note the chunks of a request that ends which are not stored by now. Without room for all, those that workers
+        must have taken make room, and else the tail of this request is not noted."""
         for chunk in chunks:
             self._kept.pop(chunk.key, None)
-            self._kept[chunk.key] = _LateChunk(chunk, self.contents_of(chunk.block_ids), self._step, arrival)
-        while len(self._kept) > KEPT_MAX:
-            self.forget(next(iter(self._kept)))
+            contents = self.contents_of(chunk.block_ids)
+            self._kept[chunk.key] = _LateChunk(chunk, contents, self._step, arrival, self._step)
+        too_many = len(self._kept) - KEPT_MAX
+        if too_many > 0:
+            taken = (key for key, kept in self._kept.items() if self._is_taken(key, kept))
+            tail = (chunk.key for chunk in reversed(chunks))
+            for key in list(islice(chain(taken, tail), too_many)):
+                self.forget(key)
 
     def forget(self, key: bytes) -> None:
         """Note that a chunk is stored, or will not be."""
@@ -99,10 +109,15 @@ class LateSaves:
                 n_left -= 1
                 due.chunks.append(kept.chunk)
                 del self._due[kept.chunk.key]
+                self._kept[kept.chunk.key] = kept._replace(planned=self._step)
         self._step += 1
         for key in [key for key in self._refused if self._step - self._kept[key].step > STEPS_MAX]:
             del self._refused[key]
         return taken
+
+    def _is_taken(self, key: bytes, kept: _LateChunk) -> bool:
+        is_answered = self._step - kept.planned > ANSWER_STEPS
+        return is_answered and key not in self._due and key not in self._refused
 
     def _is_alive(self, kept: _LateChunk) -> bool:
         """Return True if the blocks hold the chunk before the next forward. Without knowledge of their contents they do

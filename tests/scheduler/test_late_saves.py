@@ -168,11 +168,46 @@ def test_an_engine_without_work_does_not_try_for_ever(scene: Scene, monkeypatch:
     assert scene.counted(names.SKIPPED_QUEUE_FULL) == 4 and scene.counted(names.DROPPED_TAILS) == 1
 
 
+def chunks(*numbers: int) -> list[WantedChunk]:
+    return [WantedChunk(bytes([n] * 16), b"", (n,), number=n) for n in numbers]
+
+
 def test_what_may_be_refused_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_saves, "KEPT_MAX", 10)
     late = LateSaves()
-    late.keep(0, [WantedChunk(bytes([n] * 16), b"", (n,)) for n in range(30)])
-    assert list(late._kept) == [bytes([n] * 16) for n in range(20, 30)]
+    late.keep(0, chunks(*range(30)))
+    assert list(late._kept) == [chunk.key for chunk in chunks(*range(10))], "a tail is missing, no head"
+
+
+def test_what_workers_have_taken_makes_room_for_what_they_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_saves, "KEPT_MAX", 10)
+    late = LateSaves()
+    late.contents_of = lambda block_ids: block_ids
+    late.keep(0, chunks(*range(6)))
+    late.keep(1, chunks(*range(10, 16)))
+    assert len(late._kept) == 10, "the first have no answers yet"
+    for _ in range(late_saves.ANSWER_STEPS):
+        late.take(0)
+    assert all(late.plan_again(chunk.key) for chunk in chunks(0, 1, 3))
+    late.refused(bytes([2] * 16))
+    assert [chunk.number for chunk in late.take(1)[0].chunks] == [0]
+    late.keep(2, chunks(*range(20, 25)))
+    numbers = sorted(key[0] for key in late._kept)
+    assert numbers == [0, 1, 2, 3, 13, *range(20, 25)], "neither what was refused nor what was planned just now"
+
+
+def test_of_a_burst_beyond_the_bound_the_newest_lose_their_tails(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_saves, "KEPT_MAX", 10)
+    Contents(scene)
+    scene.room = 0
+    for number in range(3):
+        scene.request(f"r{number}", 6, 1000 * number)
+    step(scene, "r0", "r1", "r2", ends=["r0", "r1", "r2"])
+    scene.room = 100
+    idle_steps(scene)
+    scene.write()
+    assert scene.taken == {"r0": [0, 1, 2, 3, 4, 5], "r1": [0, 1, 2, 3]}
+    assert scene.counted(names.SKIPPED_QUEUE_FULL) == 8 and scene.counted(names.DROPPED_TAILS) == 2
 
 
 def test_what_one_rank_refused_is_planned_again_once_the_other_has_answered(tmp_path: Path) -> None:
