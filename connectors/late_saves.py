@@ -101,11 +101,13 @@ class LateSaves:
         taken: dict[int, Due] = {}
         n_left = len(self._due) if limit is None else limit
         for kept in sorted((self._kept[key] for key in self._due), key=lambda kept: (kept.arrival, kept.chunk.number)):
+            if n_left <= 0 and kept.step != self._step:
+                continue
             due = taken.setdefault(kept.arrival, Due([], []))
             if due.lost or not self._is_alive(kept):
                 due.lost.append(kept.chunk)
                 self.forget(kept.chunk.key)
-            elif n_left > 0 or kept.step == self._step:
+            else:
                 n_left -= 1
                 due.chunks.append(kept.chunk)
                 del self._due[kept.chunk.key]

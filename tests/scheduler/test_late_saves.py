@@ -196,6 +196,17 @@ def test_what_workers_have_taken_makes_room_for_what_they_may_refuse(monkeypatch
     assert numbers == [0, 1, 2, 3, 13, *range(20, 25)], "neither what was refused nor what was planned just now"
 
 
+def test_of_refused_chunks_no_more_are_looked_at_than_the_step_may_plan() -> None:
+    """A step has few milliseconds, and thousands of chunks may wait."""
+    late, looks = LateSaves(), []
+    late.contents_of = lambda block_ids: looks.append(block_ids) or block_ids  # type: ignore[func-returns-value]
+    late.keep(0, chunks(*range(200)))
+    late.take(None)
+    assert all(late.plan_again(chunk.key) for chunk in chunks(*range(200)))
+    looks.clear()
+    assert [chunk.number for chunk in late.take(8)[0].chunks] == list(range(8)) and len(looks) == 8
+
+
 def test_of_a_burst_beyond_the_bound_the_newest_lose_their_tails(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_saves, "KEPT_MAX", 10)
     Contents(scene)
