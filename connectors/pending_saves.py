@@ -176,7 +176,9 @@ class PendingSaves:
         plan, left = self._select(wanted)
         for chunk, cause in left:
             is_set_coming = cause == names.SKIPPED_NO_SPACE and self._store.is_set_coming(chunk.tenant)
-            if not (is_set_coming and self.late.plan_again(chunk.key)):
+            if is_set_coming and self.late.plan_again(chunk.key):
+                self._pacing.refused()
+            else:
                 self._lose([chunk], cause, tails)
         if tails:
             self._store.metrics.add(names.DROPPED_TAILS, len(tails))

@@ -142,6 +142,23 @@ def test_what_ends_while_a_set_is_made_is_saved_into_it(scene: Scene, is_coming:
     assert scene.counted(names.SKIPPED_NO_SPACE) == (0 if is_coming else 4)
 
 
+def test_while_a_set_is_made_a_step_tries_no_more_than_a_few_chunks(scene: Scene) -> None:
+    Contents(scene)
+    scene.request("r", 3 * WINDOW_MIN)
+    store = scene.engine.store
+    with (
+        patch.object(store, "_place_of", return_value=names.SKIPPED_NO_SPACE),
+        patch.object(store, "is_set_coming", return_value=True),
+        patch.object(store, "select_saves", wraps=store.select_saves) as select,
+    ):
+        step(scene, "r", ends=["r"])
+        for _ in range(4):
+            step(scene)
+    assert [len(call.args[0]) for call in select.call_args_list] == [3 * WINDOW_MIN] + 3 * [WINDOW_MIN]
+    idle_steps(scene)
+    assert scene.taken == {"r": list(range(3 * WINDOW_MIN))}
+
+
 def test_after_a_reset_nothing_is_saved_from_old_blocks(scene: Scene) -> None:
     Contents(scene)
     scene.room = 2
