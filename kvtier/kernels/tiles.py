@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.standard import _sum_combine  # the interpreter is a hundred times as fast with it as with ours
+
+# The interpreter is a hundred times as fast with these as with ours.
+from triton.language.standard import _elementwise_max, _sum_combine
 
 
 @triton.jit
@@ -22,6 +24,7 @@ def total(x: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
     return tl.reduce(x, AXIS, _sum_combine)
 
 
+_LARGER_BF16, _LARGER_FP16 = (tl.constexpr(f"max.NaN.xorsign.abs.{kind} $0, $1, $2;") for kind in ("bf16x2", "f16x2"))
 # 1.5 * 2^23: x + this - this is x rounded to a whole number, half to even, which is in the sum's lower bits.
 WHOLE = tl.constexpr(12582912.0)
 WHOLE_BITS = tl.constexpr(0x4B400000)
@@ -113,6 +116,49 @@ def load_words(
     """(rows, groups, 16) int32; zeros past the chunk's or a row's end. rows: (rows,) tokens. EVICT: from caches."""
     base, place, inside = tile_words(vectors, blocks, rows, P, C)
     return tl.load(base + place, mask=inside, other=0, eviction_policy=EVICT)
+
+
+@triton.jit
+def _larger(x: tl.tensor, y: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """Return the larger magnitudes of two words; NaN where either is."""
+    ASM: tl.constexpr = _LARGER_BF16 if C.is_bf16 else _LARGER_FP16
+    return tl.inline_asm_elementwise(ASM, "=r,r,r", [x, y], tl.int32, True, 1)
+
+
+@triton.jit
+def _folded(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """(rows, n / 2): the larger of the first half of (rows, n) words and the second."""
+    N_ROWS: tl.constexpr = x.shape[0]
+    HALF: tl.constexpr = x.shape[1] // 2
+    first, second = x.reshape(N_ROWS, 2, HALF).permute(0, 2, 1).split()
+    return _larger(first, second, C)
+
+
+@triton.jit
+def largest(words: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """(rows,) int32: bits of the largest magnitude of each row of words; those of NaN where there is any."""
+    N_ROWS: tl.constexpr = words.shape[0]
+    N_GROUPS: tl.constexpr = words.shape[1]
+    if C.fast and N_GROUPS <= 4:
+        even, odd = words.reshape(N_ROWS, N_GROUPS * 4, 2, 2).split()
+        even, odd = _larger(even, odd, C).split()
+        x = _larger(even, odd, C)
+        if N_GROUPS == 4:
+            x = _folded(x, C)
+        x = _folded(x, C)
+        x = tl.maximum(x & 0x7FFF, (x >> 16) & 0x7FFF)  # NaN > infinity > all else
+    else:  # of 256 elements Triton would have other threads for each step
+        x = tl.reduce(tl.maximum(words & 0x7FFF, (words >> 16) & 0x7FFF), 1, _elementwise_max)
+    return tl.reduce(x, 1, _elementwise_max)
+
+
+@triton.jit
+def value_of(bits: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """fp32 of an element's bits."""
+    if C.is_bf16:
+        return (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit

@@ -23,17 +23,19 @@ from kvtier.codecs.turboquant.layout import RAW_TOKENS
 from kvtier.codecs.turboquant.mean import take_mean, turned
 from kvtier.codecs.turboquant.pack import store_codes
 from kvtier.codecs.turboquant.warps import energies, hadamard16, rotated
-from kvtier.codecs.turboquant.whole import largest, matrices, power_below, value_of, whole_and_energy
+from kvtier.codecs.turboquant.whole import matrices, power_below, whole_and_energy
 from kvtier.kernels.device_part_sum import answer_layer
 from kvtier.kernels.tiles import (
     floats,
     in_order,
+    largest,
     load_words,
     plane_of_head,
     quotient,
     square_root,
     tile_columns,
     tile_rows,
+    value_of,
     words_of,
 )
 

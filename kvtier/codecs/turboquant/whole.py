@@ -21,7 +21,6 @@ from triton.language.standard import _elementwise_max
 
 from kvtier.kernels.tiles import WHOLE, floats, operand_rows, tile_rows, total, words_of
 
-_LARGER = "max.NaN.xorsign.abs.T $0, $1, $2;"
 _TIMES = "mul.rn.T $0, $1, $2;"
 # The square of $2 times $3 (in fp16 half of it) in two parts.
 SQUARE_BF16 = tl.constexpr(
@@ -31,51 +30,7 @@ SQUARE_FP16 = tl.constexpr(
     "{ .reg .b32 t, h, n; mul.rn.f16x2 t, $2, $3; mov.b32 h, 0x38003800; mul.rn.f16x2 h, t, h; "
     "mul.rn.f16x2 $0, t, h; neg.f16x2 n, $0; fma.rn.f16x2 $1, t, h, n; }"
 )
-_LARGER_BF16, _LARGER_FP16 = (tl.constexpr(_LARGER.replace(".T", kind)) for kind in (".bf16x2", ".f16x2"))
 TIMES_BF16, TIMES_FP16 = (tl.constexpr(_TIMES.replace(".T", kind)) for kind in (".bf16x2", ".f16x2"))
-
-
-@triton.jit
-def _larger(x: tl.tensor, y: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """Return the larger magnitudes of two words; NaN where either is."""
-    ASM: tl.constexpr = _LARGER_BF16 if C.is_bf16 else _LARGER_FP16
-    return tl.inline_asm_elementwise(ASM, "=r,r,r", [x, y], tl.int32, True, 1)
-
-
-@triton.jit
-def _folded(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """(rows, n / 2): the larger of the first half of (rows, n) words and the second."""
-    N_ROWS: tl.constexpr = x.shape[0]
-    HALF: tl.constexpr = x.shape[1] // 2
-    first, second = x.reshape(N_ROWS, 2, HALF).permute(0, 2, 1).split()
-    return _larger(first, second, C)
-
-
-@triton.jit
-def largest(words: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """(rows,) int32: bits of the largest magnitude of each row of words; those of NaN where there is any."""
-    N_ROWS: tl.constexpr = words.shape[0]
-    N_GROUPS: tl.constexpr = words.shape[1]
-    if C.fast and N_GROUPS <= 4:
-        even, odd = words.reshape(N_ROWS, N_GROUPS * 4, 2, 2).split()
-        even, odd = _larger(even, odd, C).split()
-        x = _larger(even, odd, C)
-        if N_GROUPS == 4:
-            x = _folded(x, C)
-        x = _folded(x, C)
-        x = tl.maximum(x & 0x7FFF, (x >> 16) & 0x7FFF)  # NaN > infinity > all else
-    else:  # of 256 elements Triton would have other threads for each step
-        x = tl.reduce(tl.maximum(words & 0x7FFF, (words >> 16) & 0x7FFF), 1, _elementwise_max)
-    return tl.reduce(x, 1, _elementwise_max)
-
-
-@triton.jit
-def value_of(bits: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """fp32 of an element's bits."""
-    if C.is_bf16:
-        return (bits << 16).to(tl.float32, bitcast=True)
-    else:
-        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
