@@ -94,16 +94,15 @@ def tile_words(
     vectors: plane_of_head. blocks: to the chunk's block ids. rows: (rows,).
     """
     column = tile_columns(P)
-    place = row_words(vectors, blocks, rows, C) + column
+    place = row_words(vectors, blocks, rows[:, None, None], C) + column
     place = tl.max_contiguous(tl.multiple_of(place, (1, 1, 4)), (1, 1, 4))
     return vectors[0], place, (rows[:, None, None] < C.tokens) & (column < P.size // 2)
 
 
 @triton.jit
-def row_words(vectors: tl.tuple, blocks: tl.tensor, rows: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """(rows, 1, 1) int64: offset of the first word of each of these tokens. Arguments as in `tile_words`."""
+def row_words(vectors: tl.tuple, blocks: tl.tensor, row: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """int64: offset of the first word of each of these tokens. row: of any shape. Others as in `tile_words`."""
     _, block_stride, token_stride = vectors
-    row = rows[:, None, None]
     block = tl.load(blocks + row // C.block_tokens, mask=row < C.tokens, other=0)
     token = (row % C.block_tokens).to(tl.int64)
     return block * block_stride + token * token_stride
@@ -116,6 +115,22 @@ def load_words(
     """(rows, groups, 16) int32; zeros past the chunk's or a row's end. rows: (rows,) tokens. EVICT: from caches."""
     base, place, inside = tile_words(vectors, blocks, rows, P, C)
     return tl.load(base + place, mask=inside, other=0, eviction_policy=EVICT)
+
+
+@triton.jit
+def permuted(x: tl.tensor, y: tl.tensor, SELECTOR: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """int32: words of four bytes, which the hexadecimal digits of SELECTOR choose, the last one the lowest byte: 0 to 3
+    of x, 4 to 7 of y, int32."""
+    if FAST:
+        selector = tl.full(x.shape, SELECTOR, tl.int32)
+        word = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [x, y, selector], tl.int32, True, 1)
+    else:
+        word = tl.full(x.shape, 0, tl.int32)
+        for place in tl.static_range(4):
+            NUMBER: tl.constexpr = (SELECTOR >> (4 * place)) & 7
+            source = x if NUMBER < 4 else y
+            word |= ((source >> (NUMBER % 4 * 8)) & 0xFF) << (8 * place)
+    return word
 
 
 @triton.jit

@@ -61,7 +61,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(
     ("size", "dtype"),
-    [(size, torch.bfloat16) for size in (64, 72, 80, 128, 256)]
+    [(size, torch.bfloat16) for size in (8, 64, 72, 80, 128, 256)]
     + [(size, torch.float16) for size in (64, 96, 112, 192)],
 )
 def test_head_sizes(size: int, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Turboquant's inline PTX on the CPU: the few instructions it uses, in numpy, so that the interpreter can run it.
+"""The codecs' inline PTX on the CPU: the few instructions they use, in numpy, so that the interpreter can run it.
 
 PTX ISA 8.5: prmt 9.7.8.7, lop3 9.7.8.6, dp4a 9.7.1.23; halves of words 9.7.4. Not a
 general interpreter: anything else raises.
@@ -158,6 +158,8 @@ _INSTRUCTIONS: dict[str, Callable[..., Words]] = {
     **_pairs("neg", np.negative),
     **_pairs("fma.rn", lambda a, b, c: a * b + c),
     **_pairs("fma.rn.sat", lambda a, b, c: _clamped(a * b + c)),
+    **_pairs("min.NaN", np.minimum),
+    **_pairs("max.NaN", np.maximum),
     **_pairs("max.NaN.xorsign.abs", lambda a, b: np.maximum(np.abs(a), np.abs(b)) * np.copysign(1, a * b)),
     "cvt.rn.bf16x2.f32": _bf16_pair,
     "cvt.rn.f16x2.f32": _fp16_pair,

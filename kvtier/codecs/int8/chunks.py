@@ -4,9 +4,9 @@ A program does one layer of one head of one chunk: K, then V, tile after tile. K
 cache: for the ranges of its channels, then for its codes. After encoding a program reads back what it wrote, from the
 cache, and adds its part to its slab's checksum.
 
-P stands for a plane's PlaneShape, C for the launch's Int8ChunkShape. Tiles are those of kvtier.kernels.tiles.
-A tile of K is two tensors of one shape, a and b: words of the first half of a head, and at the same places the words of
-their partners in the second half. So both channels of a pair are in the registers of one thread.
+P stands for a plane's PlaneShape, C for the launch's Int8ChunkShape. Tiles of V are those of kvtier.kernels.tiles.
+A tile of K is two tensors, a and b, (rows, words): words of the first half of a head, and at the same places the words
+of their partners in the second half. So both channels of a pair are in the registers of one thread.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -19,28 +19,34 @@ import triton
 import triton.language as tl
 from triton.language.standard import _elementwise_max, _elementwise_min
 
-from kvtier.codecs.int8.codec import CODE_MAX, CODE_UNIT, ELEMENT_MAX, PAIR_CODES, RATIO_MAX, RAW_TOKENS, STEP_MIN
+from kvtier.codecs.int8.codec import CODE_UNIT, ELEMENT_MAX, PAIR_CODES, RATIO_MAX, RAW_TOKENS, STEP_MIN
 from kvtier.kernels.device_part_sum import answer_layer
 from kvtier.kernels.tiles import (
     WHOLE,
     floats,
+    fused,
+    largest,
     load_words,
+    permuted,
     plane_of_head,
     quotient,
     row_words,
     square_root,
     tile_columns,
     tile_words,
+    value_of,
     words_of,
 )
 
-_CODE_MAX, _CODE_UNIT, _STEP_MIN, _ELEMENT_MAX = (
-    tl.constexpr(number) for number in (CODE_MAX, CODE_UNIT, STEP_MIN, ELEMENT_MAX)
-)
+_CODE_UNIT, _STEP_MIN, _ELEMENT_MAX = tl.constexpr(CODE_UNIT), tl.constexpr(STEP_MIN), tl.constexpr(ELEMENT_MAX)
 _PAIR_CODES, _PAIR_CODES_ROOT = tl.constexpr(PAIR_CODES), tl.constexpr(PAIR_CODES**0.5)
 _RATIO_MAX = tl.constexpr(RATIO_MAX)
 _RAW_TOKENS = tl.constexpr(RAW_TOKENS)
-_INFINITY = tl.constexpr(float("inf"))
+_UNROLL = tl.constexpr(2)  # tiles of K in a turn of a loop
+_TWO23, _TWO23_BITS = tl.constexpr(2.0**23), tl.constexpr(0x4B000000)
+_LEAST_BF16, _LEAST_FP16, _MOST_BF16, _MOST_FP16 = (
+    tl.constexpr(f"{name}.NaN.{kind} $0, $1, $2;") for name in ("min", "max") for kind in ("bf16x2", "f16x2")
+)
 
 
 class PlaneShape(NamedTuple):
@@ -51,7 +57,7 @@ class PlaneShape(NamedTuple):
 
 
 class Int8ChunkShape(NamedTuple):
-    """rows: of a tile. fast: with PTX; the interpreter has none."""
+    """rows: of a tile of V; one of K has half as many. fast: with PTX; the interpreter has none."""
 
     tokens: int
     block_tokens: int
@@ -72,12 +78,6 @@ def _code_places(row: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> tuple[tl.t
 
 
 @triton.jit
-def _magnitudes(low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """int32: bits of the larger magnitude of each word. NaN > infinity > all else there."""
-    return tl.maximum(low.to(tl.int32, bitcast=True) & 0x7FFFFFFF, high.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-
-
-@triton.jit
 def _v_step_bits(reach: tl.tensor) -> tl.tensor:
     """int32: bf16 bits of the step of V's codes, for elements whose largest magnitude is `reach`."""
     exact = reach * _CODE_UNIT
@@ -93,59 +93,147 @@ def _inverse(step_bits: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _codes(low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """int16: codes of low in the lower and of high in the upper byte."""
-    low, high = tl.clamp(low, -_CODE_MAX, _CODE_MAX) + WHOLE, tl.clamp(high, -_CODE_MAX, _CODE_MAX) + WHOLE
-    pair = (low.to(tl.int32, bitcast=True) & 0xFF) | (high.to(tl.int32, bitcast=True) << 8)
-    return pair.to(tl.int16)
-
-
-@triton.jit
 def _pair_columns(P: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(1, groups, 16) each: numbers of the words in a row's first half, those of their partners, mask of valid ones."""
+    """(1, words) each: numbers of the words in a row's first half, those of their partners, mask of valid ones."""
     WORDS: tl.constexpr = P.size // 4
     SIDE_BY_SIDE: tl.constexpr = 4 if P.size % 16 == 0 else 2  # words of a run, kvtier.codecs.int8.codec.RUN
-    a = tl.arange(0, P.padded // 64)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    a = tl.arange(0, P.padded // 4)[None, :]
     b = 2 * WORDS - SIDE_BY_SIDE * (a // SIDE_BY_SIDE + 1) + a % SIDE_BY_SIDE
     return a, b, a < WORDS
 
 
 @triton.jit
 def _pair_places(start: tl.tensor, P: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """(rows, groups, 16) each: places of the words of both halves of rows that begin at `start`, a multiple of 4."""
+    """(rows, words) each: places of the words of both halves of rows that begin at `start`, (rows, 1), multiples of
+    4."""
     SIDE_BY_SIDE: tl.constexpr = 4 if P.size % 16 == 0 else 2
     a_column, b_column, _ = _pair_columns(P)
-    a = tl.max_contiguous(tl.multiple_of(start + a_column, (1, 1, 4)), (1, 1, 4))
-    b = tl.multiple_of(start + b_column, (1, 1, SIDE_BY_SIDE))
-    return a, tl.max_contiguous(b, (1, 1, SIDE_BY_SIDE))
+    a = tl.max_contiguous(tl.multiple_of(start + a_column, (1, 4)), (1, 4))
+    b = tl.multiple_of(start + b_column, (1, SIDE_BY_SIDE))
+    return a, tl.max_contiguous(b, (1, SIDE_BY_SIDE))
 
 
 @triton.jit
 def _pair_code_places(row: tl.tensor, P: tl.constexpr) -> tl.tensor:
-    """(rows, groups, 16): places of the words of two pairs' codes in their plane."""
+    """(rows, words): places of the words of two pairs' codes in their plane. row: (rows, 1)."""
     SIDE_BY_SIDE: tl.constexpr = 4 if P.size % 16 == 0 else 2
     a_column, _, _ = _pair_columns(P)
-    place = tl.multiple_of(row[:, None, None] * (P.size // 4) + a_column, (1, 1, SIDE_BY_SIDE))
-    return tl.max_contiguous(place, (1, 1, SIDE_BY_SIDE))
+    place = tl.multiple_of(row * (P.size // 4) + a_column, (1, SIDE_BY_SIDE))
+    return tl.max_contiguous(place, (1, SIDE_BY_SIDE))
 
 
 @triton.jit
-def _widened(least: tl.tensor, top: tl.tensor, x: tl.tensor, counts: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the minimum and maximum of each place of a tile, updated with x where `counts` is true."""
-    return tl.minimum(least, tl.where(counts, x, _INFINITY)), tl.maximum(top, tl.where(counts, x, -_INFINITY))
+def _load_pairs(
+    vectors: tl.tuple, blocks: tl.tensor, row: tl.tensor, P: tl.constexpr, C: tl.constexpr, EVICT: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """(rows, words) int32 each: words of the first half of a tile of K, and their partners. row: (rows, 1) tokens of
+    the chunk."""
+    _, _, is_column = _pair_columns(P)
+    a_place, b_place = _pair_places(row_words(vectors, blocks, row, C), P)
+    if P.size == P.padded:
+        a = tl.load(vectors[0] + a_place, eviction_policy=EVICT)
+        b = tl.load(vectors[0] + b_place, eviction_policy=EVICT)
+    else:
+        a = tl.load(vectors[0] + a_place, mask=is_column, other=0, eviction_policy=EVICT)
+        b = tl.load(vectors[0] + b_place, mask=is_column, other=0, eviction_policy=EVICT)
+    return a, b
 
 
 @triton.jit
-def _make_scale(
-    a_least: tl.tensor, a_top: tl.tensor, b_least: tl.tensor, b_top: tl.tensor, C: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return the scale of pairs of channels a and b: (minimum of a, minimum of b, bf16 bits of their common step,
-    number of codes of a, number of codes of b).
+def _ordered(half: tl.tensor) -> tl.tensor:
+    """int32, ordered as the elements whose bits `half` has, sign-extended. Its own inverse. NaN is at either end."""
+    return half ^ ((half >> 31) & 0x7FFF)
 
-    Shapes: (rows, groups, 16) of each argument, (1, groups, 16) of each result.
+
+@triton.jit
+def _lesser(x: tl.tensor, y: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """Return the lesser elements of two words; NaN where either is."""
+    if C.fast:
+        ASM: tl.constexpr = _LEAST_BF16 if C.is_bf16 else _LEAST_FP16
+        word = tl.inline_asm_elementwise(ASM, "=r,r,r", [x, y], tl.int32, True, 1)
+    else:
+        low = tl.minimum(_ordered((x << 16) >> 16), _ordered((y << 16) >> 16))
+        high = tl.minimum(_ordered(x >> 16), _ordered(y >> 16))
+        word = permuted(_ordered(low), _ordered(high), 0x5410, False)
+    return word
+
+
+@triton.jit
+def _greater(x: tl.tensor, y: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """Return the greater elements of two words; NaN where either is."""
+    if C.fast:
+        ASM: tl.constexpr = _MOST_BF16 if C.is_bf16 else _MOST_FP16
+        word = tl.inline_asm_elementwise(ASM, "=r,r,r", [x, y], tl.int32, True, 1)
+    else:
+        low = tl.maximum(_ordered((x << 16) >> 16), _ordered((y << 16) >> 16))
+        high = tl.maximum(_ordered(x >> 16), _ordered(y >> 16))
+        word = permuted(_ordered(low), _ordered(high), 0x5410, False)
+    return word
+
+
+@triton.jit
+def _store_ranges(
+    scales: tl.tensor, scratch: tl.tensor, least: tl.tensor, most: tl.tensor, P: tl.constexpr, C: tl.constexpr
+) -> None:
+    """Store the least and the largest element of each column of (rows, words) words, fp32: of even channels, then of
+    odd ones."""
+    word, half = tl.arange(0, P.padded // 4)[:, None], tl.arange(0, 2)[None, :]
+    place, inside = word + half * (P.size // 4), word < P.size // 4
+    even, odd = floats(least, C.is_bf16)
+    found = tl.reduce(tl.join(even, odd), 0, _elementwise_min)
+    tl.store(scales + place, tl.where(found == 0.0, 0.0, found), mask=inside)  # no -0: of two zeros either may be least
+    even, odd = floats(most, C.is_bf16)
+    tl.store(scratch + place, tl.reduce(tl.join(even, odd), 0, _elementwise_max), mask=inside)
+
+
+@triton.jit
+def _top(x: tl.tensor, y: tl.tensor) -> tl.tensor:
+    """int32: bits of the largest magnitude among elements of words. NaN > infinity > all else there."""
+    return tl.maximum(
+        tl.maximum(x & 0x7FFF, (x >> 16) & 0x7FFF),
+        tl.maximum(y & 0x7FFF, (y >> 16) & 0x7FFF),
+    )
+
+
+@triton.jit
+def _find_ranges(
+    vectors: tl.tuple, blocks: tl.tensor, scales: tl.tensor, scratch: tl.tensor, P: tl.constexpr, C: tl.constexpr
+) -> tl.tensor:
+    """Store the least of each channel where the slab has it, and the largest in the scratch, in the same order. Return
+    int32: bits of the largest magnitude. All of them without the first token. scales, scratch: pointers to fp32."""
+    ROWS: tl.constexpr = C.rows // 2
+    INFINITIES: tl.constexpr = 0x7F807F80 if C.is_bf16 else 0x7C007C00
+    MINUS: tl.constexpr = -0x7FFF8000  # the signs of a word's elements
+    row = tl.arange(0, ROWS)[:, None]
+    a_least = tl.full((ROWS, P.padded // 4), INFINITIES, tl.int32)
+    a_most, b_least, b_most = a_least ^ MINUS, a_least, a_least ^ MINUS
+    for start in tl.range(0, C.tokens, ROWS, loop_unroll_factor=_UNROLL):
+        # The first token does not count. None counts differently for being read twice.
+        counted = tl.minimum(tl.maximum(start + row, _RAW_TOKENS), C.tokens - 1)
+        a, b = _load_pairs(vectors, blocks, counted, P, C, "evict_last")
+        a_least, a_most = _lesser(a_least, a, C), _greater(a_most, a, C)
+        b_least, b_most = _lesser(b_least, b, C), _greater(b_most, b, C)
+    top = tl.maximum(_top(a_least, a_most), _top(b_least, b_most))
+    top = tl.reduce(tl.reduce(top, 1, _elementwise_max), 0, _elementwise_max)
+    _store_ranges(scales, scratch, a_least, a_most, P, C)
+    _store_ranges(scales + P.size // 2, scratch + P.size // 2, b_least, b_most, P, C)
+    return top
+
+
+@triton.jit
+def _make_scales(scales: tl.tensor, scratch: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> tl.tuple:
+    """Store the scales of the pairs of channels. Return them: (least of a, least of b, inverse of the step, number of
+    codes of a, of b), (pairs,) fp32 each.
+
+    scales, scratch: as `_find_ranges` left them, pointers to fp32. Inverses are added behind the ranges.
     """
-    a_least, a_range = _least_and_range(a_least, a_top)
-    b_least, b_range = _least_and_range(b_least, b_top)
+    pair = tl.arange(0, P.padded // 2)
+    inside = pair < P.size // 2
+    place = pair % 2 * (P.size // 4) + pair // 2
+    a_least = tl.load(scales + place, mask=inside, other=0.0)
+    b_least = tl.load(scales + P.size // 2 + place, mask=inside, other=0.0)
+    a_range = tl.load(scratch + place, mask=inside, other=0.0) - a_least
+    b_range = tl.load(scratch + P.size // 2 + place, mask=inside, other=0.0) - b_least
     floor = tl.maximum(tl.maximum(a_range, b_range) * (1.0 / _RATIO_MAX), _STEP_MIN)
     ratio = quotient(tl.maximum(a_range, floor), tl.maximum(b_range, floor), C.fast)
     one = tl.full(ratio.shape, 1.0, tl.float32)
@@ -153,97 +241,100 @@ def _make_scale(
     n_b = quotient(one * _PAIR_CODES, n_a, C.fast).to(tl.int32).to(tl.float32)
     step = tl.maximum(a_range * quotient(one, n_a - 1.0, C.fast), b_range * quotient(one, n_b - 1.0, C.fast))
     bits = tl.where(step < _STEP_MIN, 0.0, step).to(tl.int32, bitcast=True)
-    return a_least, b_least, ((bits + 0xFFFF) >> 16) & 0xFFFF, n_a, n_b
+    bits = ((bits + 0xFFFF) >> 16) & 0xFFFF  # rounded up
+    inverse = _inverse(bits, C)
+    steps = (scales + P.size).to(tl.pointer_type(tl.int16))
+    tl.store(steps + pair, bits.to(tl.int16), mask=inside)
+    tl.store(steps + P.size // 2 + pair, n_b.to(tl.int32).to(tl.int16), mask=inside)
+    tl.store(scratch + P.size + place, inverse, mask=inside)
+    return a_least, b_least, inverse, n_a, n_b
 
 
 @triton.jit
-def _least_and_range(least: tl.tensor, largest: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the minimum of each channel and its range, maximum - minimum; (1, groups, 16) each."""
-    least, largest = tl.reduce(least, 0, _elementwise_min), tl.reduce(largest, 0, _elementwise_max)
-    least = tl.where(least == 0.0, 0.0, least)
-    return least[None, :, :], (largest - least)[None, :, :]
-
-
-@triton.jit
-def _whole(x: tl.tensor, n: tl.tensor) -> tl.tensor:
-    """Round to whole numbers from 0 to n - 1."""
-    return (tl.clamp(x, 0.0, n - 1.0) + WHOLE) - WHOLE
-
-
-@triton.jit
-def _pair_codes(a: tl.tensor, b: tl.tensor, scale: tl.tuple, inverse: tl.tensor) -> tl.tensor:
-    """int32: codes of pairs, below 2^16. scale: the result of `_make_scale`."""
-    a_least, b_least, _, n_a, n_b = scale
-    a, b = _whole((a - a_least) * inverse, n_a), _whole((b - b_least) * inverse, n_b)
-    return (a * n_b + b + WHOLE).to(tl.int32, bitcast=True) & 0xFFFF
-
-
-@triton.jit
-def _load_pairs(
-    vectors: tl.tuple, blocks: tl.tensor, row: tl.tensor, P: tl.constexpr, C: tl.constexpr, EVICT: tl.constexpr
+def _encode_first_token(
+    vectors: tl.tuple, blocks: tl.tensor, raw: tl.tensor, scale: tl.tuple, P: tl.constexpr, C: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(rows, groups, 16) int32 each: words of the first half of a tile of K, and their partners."""
-    _, _, is_column = _pair_columns(P)
-    a_place, b_place = _pair_places(row_words(vectors, blocks, row, C), P)
-    inside = is_column & (row[:, None, None] < C.tokens)
-    a = tl.load(vectors[0] + a_place, mask=inside, other=0, eviction_policy=EVICT)
-    return a, tl.load(vectors[0] + b_place, mask=inside, other=0, eviction_policy=EVICT)
+    """Copy the chunk's first token to `raw`. Return its codes, (pairs,) int16, and the bits of its largest magnitude.
+    scale: the result of `_make_scales`."""
+    tl.static_assert(_RAW_TOKENS == 1)
+    SIDE_BY_SIDE: tl.constexpr = 8 if P.size % 16 == 0 else 4  # elements of a run
+    a_least, b_least, inverse, n_a, n_b = scale
+    pair = tl.arange(0, P.padded // 2)
+    inside = pair < P.size // 2
+    partner = P.size - SIDE_BY_SIDE * (pair // SIDE_BY_SIDE + 1) + pair % SIDE_BY_SIDE
+    token = (vectors[0] + tl.load(blocks) * vectors[1]).to(tl.pointer_type(tl.int16))
+    raw = raw.to(tl.pointer_type(tl.int16))
+    a, b = tl.load(token + pair, mask=inside, other=0), tl.load(token + partner, mask=inside, other=0)
+    tl.store(raw + pair, a, mask=inside)
+    tl.store(raw + partner, b, mask=inside)
+    a, b = a.to(tl.int32), b.to(tl.int32)
+    top = tl.reduce(tl.maximum(a & 0x7FFF, b & 0x7FFF), 0, _elementwise_max)
+    # Its elements need not be within the ranges, which are without it.
+    a = (tl.clamp((value_of(a, C) - a_least) * inverse, 0.0, n_a - 1.0) + WHOLE) - WHOLE
+    b = (tl.clamp((value_of(b, C) - b_least) * inverse, 0.0, n_b - 1.0) + WHOLE) - WHOLE
+    return (a * n_b + b + WHOLE).to(tl.int32, bitcast=True).to(tl.int16), top
+
+
+@triton.jit
+def _pair_codes(
+    a: tl.tensor, b: tl.tensor, a_least: tl.tensor, b_least: tl.tensor, inverse: tl.tensor, n_b: tl.tensor
+) -> tl.tensor:
+    """int32, of which the lower halves are the codes of pairs. a, b: elements within their channel's range.
+
+    (a - least) * inverse exceeds n - 1 by rounding errors at most (2^-22 of it), for the step was rounded up: there is
+    nothing to clamp. The lower half of WHOLE's bits is 0, so the lower half of the sum is as without them.
+    """
+    a = ((a - a_least) * inverse + WHOLE).to(tl.int32, bitcast=True)
+    return a * n_b + ((b - b_least) * inverse + WHOLE).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _encode_k(
     plane: tl.tensor, head: tl.tensor, blocks: tl.tensor, slab: tl.tuple, P: tl.constexpr, C: tl.constexpr
 ) -> tl.tensor:
-    """Encode K of one layer, head and chunk, by pairs of channels. Return bits of the largest magnitude of each row of
-    a tile.
+    """Encode K of one layer, head and chunk, by pairs of channels. Return int32: bits of the largest magnitude.
 
     plane: pointers to base and strides, as in kvtier.kernels.device. slab: pointers to the words of codes, scales and
     raw tokens.
+
+    A thread makes the scales of other channels than those whose elements it reads, so that each scale is made once.
+    Threads pass them on through the slab, with a barrier between. The scratch, of what the slab does not keep, is where
+    codes will be: it takes 6 bytes a channel, and codes of 16 tokens have 16.
     """
-    codes, scales, raw = slab
-    SHAPE: tl.constexpr = (C.rows, P.padded // 64, 16)
+    codes, scale_words, raw = slab
+    ROWS: tl.constexpr = C.rows // 2
     WORDS: tl.constexpr = P.size // 4
     vectors = plane_of_head(plane, head)
+    scales, scratch = scale_words.to(tl.pointer_type(tl.float32)), codes.to(tl.pointer_type(tl.float32))
+    top = _find_ranges(vectors, blocks, scales, scratch, P, C)
+    tl.debug_barrier()
+    scale = _make_scales(scales, scratch, P, C)
+    first_codes, first_top = _encode_first_token(vectors, blocks, raw, scale, P, C)
+    tl.debug_barrier()
     column, _, is_column = _pair_columns(P)
-    a_even_least, a_odd_least = tl.full(SHAPE, _INFINITY, tl.float32), tl.full(SHAPE, _INFINITY, tl.float32)
-    b_even_least, b_odd_least = tl.full(SHAPE, _INFINITY, tl.float32), tl.full(SHAPE, _INFINITY, tl.float32)
-    a_even_top, a_odd_top = tl.full(SHAPE, -_INFINITY, tl.float32), tl.full(SHAPE, -_INFINITY, tl.float32)
-    b_even_top, b_odd_top = tl.full(SHAPE, -_INFINITY, tl.float32), tl.full(SHAPE, -_INFINITY, tl.float32)
-    tops = tl.full(SHAPE, 0, tl.int32)
-    for start in range(0, C.tokens, C.rows):
-        row = start + tl.arange(0, C.rows)
-        a, b = _load_pairs(vectors, blocks, row, P, C, "evict_last")
+    even_inverse = tl.load(scratch + 4 * WORDS + column, mask=is_column, other=0.0)
+    odd_inverse = tl.load(scratch + 5 * WORDS + column, mask=is_column, other=0.0)
+    a_even_least = tl.load(scales + column, mask=is_column, other=0.0)
+    a_odd_least = tl.load(scales + WORDS + column, mask=is_column, other=0.0)
+    b_even_least = tl.load(scales + 2 * WORDS + column, mask=is_column, other=0.0)
+    b_odd_least = tl.load(scales + 3 * WORDS + column, mask=is_column, other=0.0)
+    n_b = tl.load(scale_words + 5 * WORDS + column, mask=is_column, other=0)
+    even_n_b, odd_n_b = n_b & 0xFFFF, (n_b >> 16) & 0xFFFF
+    tl.debug_barrier()  # the scratch is read: from here on there are codes
+    pair = tl.arange(0, P.padded // 2)
+    tl.store(codes.to(tl.pointer_type(tl.int16)) + pair, first_codes, mask=pair < P.size // 2)
+    for start in tl.range(0, C.tokens, ROWS, loop_unroll_factor=_UNROLL):
+        row = start + tl.arange(0, ROWS)[:, None]
+        a, b = _load_pairs(vectors, blocks, tl.minimum(row, C.tokens - 1), P, C, "evict_first")
         a_even, a_odd = floats(a, C.is_bf16)
         b_even, b_odd = floats(b, C.is_bf16)
-        counts = ((row >= _RAW_TOKENS) & (row < C.tokens))[:, None, None]
-        a_even_least, a_even_top = _widened(a_even_least, a_even_top, a_even, counts)
-        a_odd_least, a_odd_top = _widened(a_odd_least, a_odd_top, a_odd, counts)
-        b_even_least, b_even_top = _widened(b_even_least, b_even_top, b_even, counts)
-        b_odd_least, b_odd_top = _widened(b_odd_least, b_odd_top, b_odd, counts)
-        tops = tl.maximum(tops, tl.maximum(_magnitudes(a_even, a_odd), _magnitudes(b_even, b_odd)))
-    even = _make_scale(a_even_least, a_even_top, b_even_least, b_even_top, C)
-    odd = _make_scale(a_odd_least, a_odd_top, b_odd_least, b_odd_top, C)
-    tl.store(scales + column, even[0].to(tl.int32, bitcast=True), mask=is_column)
-    tl.store(scales + WORDS + column, odd[0].to(tl.int32, bitcast=True), mask=is_column)
-    tl.store(scales + 2 * WORDS + column, even[1].to(tl.int32, bitcast=True), mask=is_column)
-    tl.store(scales + 3 * WORDS + column, odd[1].to(tl.int32, bitcast=True), mask=is_column)
-    tl.store(scales + 4 * WORDS + column, even[2] | (odd[2] << 16), mask=is_column)
-    n_b = even[4].to(tl.int32) | (odd[4].to(tl.int32) << 16)
-    tl.store(scales + 5 * WORDS + column, n_b, mask=is_column)
-    even_inverse, odd_inverse = _inverse(even[2], C), _inverse(odd[2], C)
-    for start in range(0, C.tokens, C.rows):
-        row = start + tl.arange(0, C.rows)
-        a, b = _load_pairs(vectors, blocks, row, P, C, "evict_first")
-        a_even, a_odd = floats(a, C.is_bf16)
-        b_even, b_odd = floats(b, C.is_bf16)
-        code = _pair_codes(a_even, b_even, even, even_inverse) | (_pair_codes(a_odd, b_odd, odd, odd_inverse) << 16)
-        inside = is_column & (row[:, None, None] < C.tokens)
-        tl.store(codes + _pair_code_places(row, P), code, mask=inside)
-        inside = inside & (row[:, None, None] < _RAW_TOKENS)
-        a_place, b_place = _pair_places(row[:, None, None] * (P.size // 2), P)
-        tl.store(raw + a_place, a, mask=inside)
-        tl.store(raw + b_place, b, mask=inside)
-    return tl.reduce(tl.reduce(tops, 1, _elementwise_max), 1, _elementwise_max)
+        even = _pair_codes(a_even, b_even, a_even_least, b_even_least, even_inverse, even_n_b)
+        odd = _pair_codes(a_odd, b_odd, a_odd_least, b_odd_least, odd_inverse, odd_n_b)
+        inside = (row >= _RAW_TOKENS) & (row < C.tokens)
+        if P.size != P.padded:
+            inside &= is_column
+        tl.store(codes + _pair_code_places(row, P), permuted(even, odd, 0x5410, C.fast), mask=inside)
+    return tl.maximum(top, first_top)
 
 
 @triton.jit
@@ -255,19 +346,29 @@ def _encode_v(
     codes, steps, raw = slab
     vectors = plane_of_head(plane, head)
     tops = tl.full((C.rows,), 0, tl.int32)
+    following = load_words(vectors, blocks, tl.arange(0, C.rows), P, C, "evict_first")
     for start in range(0, C.tokens, C.rows):
         row = start + tl.arange(0, C.rows)
-        words = load_words(vectors, blocks, row, P, C, "evict_first")
-        low, high = floats(words, C.is_bf16)
-        top = tl.reduce(tl.reduce(_magnitudes(low, high), 1, _elementwise_max), 1, _elementwise_max)
-        step = _v_step_bits(top.to(tl.float32, bitcast=True))
-        inverse = _inverse(step, C)[:, None, None]
-        place, inside = _code_places(row, P, C)
-        tl.store(codes + place, _codes(low * inverse, high * inverse), mask=inside)
-        tl.store(steps + row, step.to(tl.int16), mask=row < C.tokens)
-        tl.store(raw + place, words, mask=inside & (row[:, None, None] < _RAW_TOKENS))
+        words = following
+        following = load_words(vectors, blocks, row + C.rows, P, C, "evict_first")
+        top = largest(words, C)
         tops = tl.maximum(tops, top)
-    return tops
+        step = _v_step_bits(value_of(top, C))
+        inverse = _inverse(step, C)[:, None, None]
+        # At most 127 * (1 + 2^-8), as bf16 rounds the step: below 127.5, so there is nothing to clamp.
+        low, high = floats(words, C.is_bf16)
+        low, high = low * inverse + WHOLE, high * inverse + WHOLE
+        pair = permuted(low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True), 0x0040, C.fast).to(tl.int16)
+        place, inside = _code_places(row, P, C)
+        tl.store(codes + place, pair, mask=inside)
+        # Four threads have each row's step. The first of them stores it where it is: as (rows,), Triton would pass
+        # steps on between all threads first, with barriers.
+        thread = tl.arange(0, 4)[:, None]
+        is_step = (thread == 0) & (row[None, :] < C.tokens)
+        step = tl.broadcast_to(step.to(tl.int16)[None, :], (4, C.rows))
+        tl.store(steps + tl.max_contiguous(row[None, :] + thread, (1, 1)), step, mask=is_step)
+        tl.store(raw + place, words, mask=inside & (row[:, None, None] < _RAW_TOKENS))
+    return tl.reduce(tops, 0, _elementwise_max)
 
 
 # Nothing is specialized on values: another chunk or rank must not mean another compilation.
@@ -307,47 +408,55 @@ def encode_chunks(
     codes = tl.multiple_of((slab + first).to(tl.pointer_type(tl.int16)), 16)
     words = codes.to(tl.pointer_type(tl.int32))
     raw = words + RAW // 4
-    k_tops = _encode_k(plane, first_head + head, move + 2, (words, words + SCALES // 4, raw), K, C)
+    k_top = _encode_k(plane, first_head + head, move + 2, (words, words + SCALES // 4, raw), K, C)
     v_slab = (codes + V_CODES // 2, codes + V_STEPS // 2, raw + _RAW_TOKENS * K.size // 2)
-    v_tops = _encode_v(plane + 4, first_head + head, move + 2, v_slab, V, C)
-    top = tl.reduce(tl.maximum(k_tops, v_tops), 0, _elementwise_max).to(tl.float32, bitcast=True)
-    is_refused = (top < _ELEMENT_MAX) == 0  # also where it is NaN
+    v_top = _encode_v(plane + 4, first_head + head, move + 2, v_slab, V, C)
+    is_refused = (value_of(tl.maximum(k_top, v_top), C) < _ELEMENT_MAX) == 0  # also where it is NaN
     tl.debug_barrier()
     seed = move + 2 + N_BLOCKS + head
     answer_layer(answers, slab, first, first + LAYER_BYTES, slab_bytes, seed, is_refused, PAIRS, PAIRS)
 
 
 @triton.jit
-def _fill(
-    pages: tl.tensor,
-    raw: tl.tensor,
-    first_token: tl.tensor,
-    row: tl.tensor,
-    inside: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    C: tl.constexpr,
+def _copy_first_token(
+    vectors: tl.tuple, blocks: tl.tensor, first_token: tl.tensor, raw: tl.tensor, P: tl.constexpr
 ) -> None:
-    """Store a tile of elements into pages. The chunk's first tokens are copied from `raw` instead.
+    """Copy the chunk's first token from `raw` to the pages, unless it is before the first token to fill."""
+    tl.static_assert(_RAW_TOKENS == 1)
+    word = tl.arange(0, P.padded // 2)
+    inside = (word < P.size // 2) & (first_token == 0)
+    tl.store(vectors[0] + tl.load(blocks) * vectors[1] + word, tl.load(raw + word, mask=inside, other=0), mask=inside)
 
-    pages, raw: pointers to the word of each place, valid where `inside` is true.
-    """
-    is_raw = row[:, None, None] < _RAW_TOKENS
-    stored = tl.load(raw, mask=inside & is_raw, other=0)
-    words = tl.where(is_raw, stored, words_of(low, high, C.is_bf16, C.fast))
-    tl.store(pages, words, mask=inside & (row[:, None, None] >= first_token))
+
+@triton.jit
+def _above_two23(words: tl.tensor, SELECTOR: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """fp32: 2^23 + a number below 2^16 that is one or two bytes of each word. Cheaper than a conversion to fp32.
+    SELECTOR: as in `permuted`: 7, then the bytes' numbers, filled up with 4s."""
+    two23 = tl.full(words.shape, _TWO23_BITS, tl.int32)
+    return permuted(words, two23, SELECTOR, FAST).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _pair_elements(
-    code: tl.tensor, a_least: tl.tensor, b_least: tl.tensor, step: tl.tensor, n_b: tl.tensor, inverse: tl.tensor
+    code: tl.tensor,
+    a_least: tl.tensor,
+    b_least: tl.tensor,
+    step: tl.tensor,
+    n_b: tl.tensor,
+    inverse: tl.tensor,
+    C: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the elements of a and of b, fp32, that the codes of pairs stand for. inverse: 1 / n_b."""
-    code = code.to(tl.float32)
+    """Return the elements of a and of b, fp32, that the codes of pairs stand for. code: 2^23 + the code. inverse:
+    1 / n_b.
+
+    All products but the first are exact, so it does not matter that they are not rounded before they are added.
+    """
+    code = code - (_TWO23 - 0.5)
     # The rounded number is a + (b + 0.5) / n_b - 0.5, at least 0.5 / n_b away from the next rounding boundary. So the
     # error of `inverse` cannot change a.
-    a = (((code + 0.5) * inverse - 0.5) + WHOLE) - WHOLE
-    return a_least + a * step, b_least + (code - a * n_b) * step
+    a = (fused(code, inverse, tl.full(code.shape, -0.5, tl.float32), C.fast) + WHOLE) - WHOLE
+    b = fused(a, -n_b, code, C.fast) - 0.5
+    return fused(a, step, a_least, C.fast), fused(b, step, b_least, C.fast)
 
 
 @triton.jit
@@ -362,6 +471,7 @@ def _decode_k(
 ) -> None:
     """Decode K of one layer, head and chunk. Arguments as in `_encode_k`. first_token: the first one to fill."""
     codes, scales, raw = slab
+    ROWS: tl.constexpr = C.rows // 2
     WORDS: tl.constexpr = P.size // 4
     vectors = plane_of_head(plane, head)
     column, _, is_column = _pair_columns(P)
@@ -374,17 +484,33 @@ def _decode_k(
     even_n_b, odd_n_b = (n_b & 0xFFFF).to(tl.float32), ((n_b >> 16) & 0xFFFF).to(tl.float32)
     one = tl.full(even_n_b.shape, 1.0, tl.float32)
     even_inverse, odd_inverse = quotient(one, even_n_b, C.fast), quotient(one, odd_n_b, C.fast)
-    for start in range(0, C.tokens, C.rows):
-        row = start + tl.arange(0, C.rows)
-        inside = is_column & (row[:, None, None] < C.tokens)
+    _copy_first_token(vectors, blocks, first_token, raw, P)
+    for start in range(first_token // ROWS * ROWS, C.tokens, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        inside = row < C.tokens
+        if P.size != P.padded:
+            inside &= is_column
         code = tl.load(codes + _pair_code_places(row, P), mask=inside, other=0)
-        even, odd = code & 0xFFFF, (code >> 16) & 0xFFFF
-        a_even, b_even = _pair_elements(even, a_even_least, b_even_least, even_step, even_n_b, even_inverse)
-        a_odd, b_odd = _pair_elements(odd, a_odd_least, b_odd_least, odd_step, odd_n_b, odd_inverse)
-        a_place, b_place = _pair_places(row_words(vectors, blocks, row, C), P)
-        a_raw, b_raw = _pair_places(row[:, None, None] * (P.size // 2), P)
-        _fill(vectors[0] + a_place, raw + a_raw, first_token, row, inside, a_even, a_odd, C)
-        _fill(vectors[0] + b_place, raw + b_raw, first_token, row, inside, b_even, b_odd, C)
+        even, odd = _above_two23(code, 0x7410, C.fast), _above_two23(code, 0x7432, C.fast)
+        a_even, b_even = _pair_elements(even, a_even_least, b_even_least, even_step, even_n_b, even_inverse, C)
+        a_odd, b_odd = _pair_elements(odd, a_odd_least, b_odd_least, odd_step, odd_n_b, odd_inverse, C)
+        a_place, b_place = _pair_places(row_words(vectors, blocks, tl.minimum(row, C.tokens - 1), C), P)
+        inside &= row >= tl.maximum(first_token, _RAW_TOKENS)
+        tl.store(vectors[0] + a_place, words_of(a_even, a_odd, C.is_bf16, C.fast), mask=inside)
+        tl.store(vectors[0] + b_place, words_of(b_even, b_odd, C.is_bf16, C.fast), mask=inside)
+
+
+@triton.jit
+def _v_elements(
+    codes: tl.tensor, step: tl.tensor, FIRST: tl.constexpr, SECOND: tl.constexpr, FAST: tl.constexpr
+) -> tl.tensor:
+    """(rows, groups, 16) fp32: elements of two codes, whose selectors are given, of each word of four, (rows, groups,
+    8). Codes are 128 too large."""
+    ROWS: tl.constexpr = codes.shape[0]
+    GROUPS: tl.constexpr = codes.shape[1]
+    first = _above_two23(codes, FIRST, FAST) - (_TWO23 + 128.0)
+    second = _above_two23(codes, SECOND, FAST) - (_TWO23 + 128.0)
+    return tl.join(first, second).reshape(ROWS, GROUPS, 16) * step
 
 
 @triton.jit
@@ -397,18 +523,25 @@ def _decode_v(
     P: tl.constexpr,
     C: tl.constexpr,
 ) -> None:
-    """Decode V of one layer, head and chunk. Arguments as in `_encode_v`. first_token: the first one to fill."""
+    """Decode V of one layer, head and chunk. slab: as in `_encode_v`, but codes are words of four. first_token: the
+    first one to fill."""
     codes, steps, raw = slab
     vectors = plane_of_head(plane, head)
-    for start in range(0, C.tokens, C.rows):
+    _copy_first_token(vectors, blocks, first_token, raw, P)
+    column = tl.arange(0, P.padded // 32)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    for start in range(first_token // C.rows * C.rows, C.tokens, C.rows):
         row = start + tl.arange(0, C.rows)
-        place, inside = _code_places(row, P, C)
-        pair = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
+        code_place = row[:, None, None] * (P.size // 4) + column
+        code_place = tl.max_contiguous(tl.multiple_of(code_place, (1, 1, 2)), (1, 1, 2))
+        inside = (row[:, None, None] < C.tokens) & (column < P.size // 4)
+        four = tl.load(codes + code_place, mask=inside, other=0) ^ -0x7F7F7F80  # signed bytes, 128 added to each
         step = tl.load(steps + row, mask=row < C.tokens, other=0).to(tl.int32) << 16
         step = step.to(tl.float32, bitcast=True)[:, None, None]
-        low, high = ((pair << 24) >> 24).to(tl.float32) * step, (pair >> 8).to(tl.float32) * step
-        base, page_place, _ = tile_words(vectors, blocks, row, P, C)
-        _fill(base + page_place, raw + place, first_token, row, inside, low, high, C)
+        low = _v_elements(four, step, 0x7440, 0x7442, C.fast)
+        high = _v_elements(four, step, 0x7441, 0x7443, C.fast)
+        base, place, inside = tile_words(vectors, blocks, row, P, C)
+        inside &= row[:, None, None] >= tl.maximum(first_token, _RAW_TOKENS)
+        tl.store(base + place, words_of(low, high, C.is_bf16, C.fast), mask=inside)
 
 
 @triton.jit(do_not_specialize=("planes", "table", "page_layer", "first_head", "slab_start", "slab_bytes"))
@@ -437,7 +570,7 @@ def decode_chunks(
     codes = tl.multiple_of(start.to(tl.pointer_type(tl.int16)), 16)
     words = codes.to(tl.pointer_type(tl.int32))
     raw = words + RAW // 4
-    first_token = tl.load(move + 1) * C.block_tokens
+    first_token = (tl.load(move + 1) * C.block_tokens).to(tl.int32)
     _decode_k(plane, first_head + head, move + 2, first_token, (words, words + SCALES // 4, raw), K, C)
-    v_slab = (codes + V_CODES // 2, codes + V_STEPS // 2, raw + _RAW_TOKENS * K.size // 2)
+    v_slab = (words + V_CODES // 4, codes + V_STEPS // 2, raw + _RAW_TOKENS * K.size // 2)
     _decode_v(plane + 4, first_head + head, move + 2, first_token, v_slab, V, C)

@@ -18,15 +18,22 @@ _ELEMENTS, _TOKENS = 8, 16  # units of the sizes of heads and of chunks: vectors
 
 
 class Int8Tiling(NamedTuple):
-    """Elements of a head that a program works on at once, and its warps."""
+    """Elements of a head that a program works on at once, and its warps. registers: limit of a thread; 0: the compiler
+    chooses."""
 
     elements: int
     warps: int
+    registers: int = 0
+
+    def registers_for(self, *planes: PlaneShape) -> int | None:
+        """None where there is no limit: larger heads would spill."""
+        return self.registers if self.registers and all(plane.padded <= 128 for plane in planes) else None
 
 
-# benchmarks/gpu/codec_kernels.py --tune tries these. The first of each is in use; none was measured yet.
-ENCODE_TILINGS = (Int8Tiling(8192, 8), Int8Tiling(4096, 4), Int8Tiling(4096, 8), Int8Tiling(2048, 4))
-DECODE_TILINGS = (Int8Tiling(4096, 4), Int8Tiling(8192, 4), Int8Tiling(8192, 8), Int8Tiling(4096, 2))
+# benchmarks/gpu/codec_kernels.py --tune tries these. The first of each is in use; none was measured yet. With 64
+# registers, 32 warps run on an SM at once.
+ENCODE_TILINGS = (Int8Tiling(4096, 4, 64), Int8Tiling(8192, 8, 64), Int8Tiling(4096, 4), Int8Tiling(8192, 4))
+DECODE_TILINGS = (Int8Tiling(4096, 4, 64), Int8Tiling(8192, 8, 64), Int8Tiling(4096, 4), Int8Tiling(8192, 4))
 
 
 class CudaInt8(CodedPages):
@@ -65,8 +72,9 @@ class CudaInt8(CodedPages):
 
     def _kernel(self, kernel: Any, tiling: Int8Tiling, constants: dict[str, Any]) -> TableKernel:
         constants |= {"K": self._k, "V": self._v, "C": self._shape(tiling)}
-        return TableKernel(kernel, constants | {"num_warps": tiling.warps, "enable_fp_fusion": False})
+        constants |= {"maxnreg": tiling.registers_for(self._k, self._v), "num_warps": tiling.warps}
+        return TableKernel(kernel, constants | {"enable_fp_fusion": False})
 
     def _shape(self, tiling: Int8Tiling) -> Int8ChunkShape:
-        rows = max(1, tiling.elements // max(self._k.padded, self._v.padded))
+        rows = max(2, tiling.elements // max(self._k.padded, self._v.padded))
         return Int8ChunkShape(self.tokens, self.block_tokens, self.is_bf16, rows, self.is_fast)
