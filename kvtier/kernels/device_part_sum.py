@@ -12,6 +12,8 @@ import triton.language as tl
 
 from kvtier.kernels.device_checksum import add, page_keys, place_keys, products
 
+_STEP = tl.constexpr(4)  # pages whose loads are under way at once
+
 
 @triton.jit
 def sum_part(
@@ -20,7 +22,8 @@ def sum_part(
     """The summands of pairs [first, end) of a slab (format.checksum), int64. PAIRS: of a page; AT_ONCE: a part of
     them, so that a page's part stays in registers.
 
-    Whole pages are loaded, also where only some of their pairs count, and each before the one before it is summed.
+    Whole pages are loaded, also where only some of their pairs count: the first and the last ones alone, those between
+    _STEP at a time.
     """
     words = tl.multiple_of(slab.to(tl.pointer_type(tl.int64)), 16)
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
@@ -30,21 +33,19 @@ def sum_part(
     for start in range(0, PAIRS, AT_ONCE):
         place = start + tl.arange(0, AT_ONCE)
         keys = place_keys(place, low, high)
-        page = first_page
-        pairs = tl.load(words + page * PAIRS + place)
-        following = tl.load(words + tl.minimum(page + 1, last) * PAIRS + place)
-        inside = (page * PAIRS + place >= first) & (page * PAIRS + place < end)
-        summed += tl.where(inside, products(pairs, keys, page_keys(page, low, high)), nothing)
-        page += 1
-        while page < last:
-            pairs = following
-            following = tl.load(words + (page + 1) * PAIRS + place)
-            summed += products(pairs, keys, page_keys(page, low, high))
+        pairs = tl.load(words + first_page * PAIRS + place)
+        inside = (first_page * PAIRS + place >= first) & (first_page * PAIRS + place < end)
+        summed += tl.where(inside, products(pairs, keys, page_keys(first_page, low, high)), nothing)
+        page = first_page + 1
+        while page + _STEP <= last:
+            for number in tl.static_range(_STEP):
+                pairs = tl.load(words + (page + number) * PAIRS + place)
+                summed += products(pairs, keys, page_keys(page + number, low, high))
+            page += _STEP
+        while page <= last:
+            pairs = tl.load(words + page * PAIRS + place)
+            summed += tl.where(page * PAIRS + place < end, products(pairs, keys, page_keys(page, low, high)), nothing)
             page += 1
-        if page == last:
-            summed += tl.where(
-                last * PAIRS + place < end, products(following, keys, page_keys(last, low, high)), nothing
-            )
     return tl.reduce(summed, 0, add).to(tl.int64, bitcast=True)
 
 
