@@ -1,6 +1,7 @@
 """Turboquant's kernels against the torch reference: every byte of slabs and pages, verdicts and sums."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -95,6 +96,7 @@ def test_head_sizes(size: int, preset: str) -> None:
 
 
 @pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize(
     "tiling",
@@ -106,10 +108,10 @@ def test_head_sizes(size: int, preset: str) -> None:
     ],
     ids=str,
 )
-def test_tilings_of_the_encoding_by_warps(size: int, tiling: TurboquantTiling) -> None:
+def test_tilings_of_the_encoding_by_warps(size: int, preset: str, tiling: TurboquantTiling) -> None:
     """Chunks of two tiles and a part; the mean pays, and takes one step or some."""
     cache = replace(SMALLEST, blocks=8, k_size=size, v_size=size, dtype=torch.bfloat16)
-    check_whole(Model(cache, tokens=48), lambda x: x + 2, tiling)
+    check_whole(Model(cache, preset, tokens=48), lambda x: x + 2, tiling)
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -138,6 +140,7 @@ def _outliers(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(("preset", "size"), [("k4v4", 64), ("k6v5", 128)])
 @pytest.mark.parametrize(
     "change",
     [
@@ -153,8 +156,8 @@ def _outliers(x: torch.Tensor) -> torch.Tensor:
     ],
     ids=["zeros", "minus zeros", "ones", "outliers", "tiny", "huge", "few", "mean", "denormals"],
 )
-def test_awkward_vectors(change: Change) -> None:
-    check_whole(Model(SMALLEST), change)
+def test_awkward_vectors(preset: str, size: int, change: Change) -> None:
+    check_whole(Model(replace(SMALLEST, k_size=size, v_size=size), preset), change)
 
 
 @pytest.mark.usefixtures("path")
@@ -186,4 +189,10 @@ def test_layers_of_different_dtypes_are_refused() -> None:
 
 class TestTurboquant(CodedSuite):
     model = Model
+    tile = SMALL._replace(rows=64)
+
+
+@pytest.mark.usefixtures("path")
+class TestMoreBits(CodedSuite):
+    model = partial(Model, preset="k6v5")
     tile = SMALL._replace(rows=64)

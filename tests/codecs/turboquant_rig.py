@@ -68,11 +68,16 @@ def _elementwise(
 ) -> object:
     """tl.inline_asm_elementwise: `pack` elements at a time that lie side by side, as many as fill a register."""
     values = np.broadcast_arrays(*(each.handle.data for each in args))
-    assert all(value.itemsize * pack == 4 for value in values), "a register has 32 bits"
+    registers = [np.dtype(np.uint64 if each.dtype.scalar.is_ptr() else np.uint32) for each in args]
+    for value, register in zip(values, registers, strict=True):
+        assert value.itemsize * pack == register.itemsize, "a register has 32 bits, or 64 for a pointer"
     types = list(dtype) if isinstance(dtype, tuple | tl.tuple) else [dtype]
     outputs = constraints.count("=")
     assert outputs == len(types)
-    words = [np.ascontiguousarray(value).reshape(-1).view(np.uint32) for value in values]
+    words = [
+        np.ascontiguousarray(value).reshape(-1).view(register)
+        for value, register in zip(values, registers, strict=True)
+    ]
     shape = values[0].shape
     found = []
     for word, kind in zip(ptx.run(_unwrapped(asm), words, outputs), types, strict=True):

@@ -4,24 +4,26 @@ PTX ISA 8.5: prmt 9.7.8.7, lop3 9.7.8.6, dp4a 9.7.1.23; halves of words 9.7.4. N
 general interpreter: anything else raises.
 """
 
+import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 Words = npt.NDArray[np.uint32]
+Addresses = npt.NDArray[np.uint64]
 
 
-def run(ptx: str, inputs: list[Words], n_outputs: int) -> list[Words]:
-    """32-bit registers in and out: outputs are $0 ..., inputs follow."""
-    registers = {f"${n_outputs + n}": value.astype(np.uint32) for n, value in enumerate(inputs)}
+def run(ptx: str, inputs: Sequence[Words | Addresses], n_outputs: int) -> list[Words]:
+    """32-bit registers in and out, and addresses (uint64) in: outputs are $0 ..., inputs follow."""
+    registers = {f"${n_outputs + n}": value for n, value in enumerate(inputs)}
     blank = np.zeros_like(inputs[0], dtype=np.uint32)
     for line in filter(None, (part.strip() for part in ptx.strip().strip("{}").split(";"))):
         name, _, rest = line.partition(" ")
         if name == ".reg":
             continue
-        target, *operands = (word.strip() for word in rest.split(","))
+        target, *operands = (word.strip(" []") for word in rest.split(","))
         values = [registers[word] if word in registers else blank + _literal(word) for word in operands]
         registers[target] = _INSTRUCTIONS[name](*values)
     return [registers[f"${n}"] for n in range(n_outputs)]
@@ -137,6 +139,17 @@ def _e4m3(x: Words) -> Words:
     return found.astype(np.uint32) | x >> np.uint32(24) & np.uint32(0x80)
 
 
+def _loaded(kind: type[ctypes.c_uint16 | ctypes.c_uint32]) -> Callable[[Addresses], Words]:
+    """A load from this process's memory."""
+
+    def instruction(addresses: Addresses) -> Words:
+        places, which = np.unique(addresses, return_inverse=True)
+        values = np.array([kind.from_address(int(place)).value for place in places], dtype=np.uint32)
+        return values[which].reshape(addresses.shape)
+
+    return instruction
+
+
 _INSTRUCTIONS: dict[str, Callable[..., Words]] = {
     "mov.b32": lambda a: a,
     "and.b32": np.bitwise_and,
@@ -153,6 +166,10 @@ _INSTRUCTIONS: dict[str, Callable[..., Words]] = {
     "lop3.b32": _lop3,
     "dp4a.u32.u32": _dp4a,
     "mul.lo.u32": np.multiply,
+    "add.u32": np.add,
+    "mad.wide.u32": lambda a, b, c: a.astype(np.uint64) * b + c,
+    "ld.global.nc.b32": _loaded(ctypes.c_uint32),
+    "ld.global.nc.u16": _loaded(ctypes.c_uint16),
     **_pairs("mul.rn", np.multiply),
     **_pairs("sub.rn", np.subtract),
     **_pairs("neg", np.negative),

@@ -3,8 +3,7 @@
 A program encodes one layer of one head of one chunk: K, then V, tile after tile. What must be equal on all machines is
 made of whole numbers, as the reference has it (kvtier.codecs.turboquant.reference): whole.py makes them, the tensor
 cores rotate them exactly, pack.py finds and packs the codes. Almost all of it works on two elements at
-a time. Vectors of 64 and 128 elements with few bits are rotated as in warps.py, by warps that do not wait for each
-other.
+a time. Vectors of 64 and 128 elements are rotated as in warps.py, by warps that do not wait for each other.
 
 At the end a program reads back what it wrote, from the cache, and adds its part to its slab's checksum.
 

@@ -3,6 +3,9 @@
 A code is a curve's value, rounded (kvtier.codecs.turboquant.buckets): up to 4 bits in fp16, two elements at a time,
 without a comparison. Four codes are four bytes of a word, and fields of some words become one by shifts.
 
+The squares of more than 16 centroids are loaded from a table by PTX, in the lane that has the code. tl.load would move
+codes to a layout of its own, and squares back, through shared memory: 35 barriers a tile.
+
 P stands for a plane's PlaneCode, C for the launch's TurboquantChunkShape (kvtier.codecs.turboquant.tables). Where
 C.fast is not set, codes are counted by thresholds, as the reference does, without PTX, for the interpreter.
 """
@@ -18,7 +21,6 @@ from kvtier.codecs.turboquant.whole import twice
 from kvtier.kernels.tiles import floats, fused, total
 
 _WHOLE32 = tl.constexpr(8388608.0)
-_WHOLE32_BITS = tl.constexpr(0x4B000000)
 _PLACE = tl.constexpr(  # of |v| <= 1 on the curve: v, two of them
     "{ .reg .b32 z, h; cvt.rn.f16x2.f32 z, $2, $1; mov.b32 h, 0x38003800; fma.rn.sat.f16x2 $0, z, $3, h; }"
 )
@@ -37,7 +39,7 @@ def _codes_in_words(low: tl.tensor, high: tl.tensor, normal: tl.tensor, P: tl.co
         words = tl.inline_asm_elementwise(_PLACE, "=r,f,f,r", [low, high, factor], tl.int32, True, 1)
         low, high = floats(words, False)
         low, high = _on_curve(low, P, C), _on_curve(high, P, C)
-        words = (low & 0xFFFF) | (high << 16)
+        words = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [low, high], tl.int32, True, 1)
     else:
         factor = normal.to(tl.float16).to(tl.float32)[:, None, None]
         low, high = low.to(tl.float16).to(tl.float32) * factor, high.to(tl.float16).to(tl.float32) * factor
@@ -49,13 +51,13 @@ def _codes_in_words(low: tl.tensor, high: tl.tensor, normal: tl.tensor, P: tl.co
 
 @triton.jit
 def _on_curve(v: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> tl.tensor:
-    """int32 codes of v in [0, 1], fp32."""
+    """int32 of v in [0, 1], fp32; the lower byte is the code."""
     value = tl.full(v.shape, P.coefficients[len(P.coefficients) - 1], tl.float32)
     for number in tl.static_range(1, len(P.coefficients)):
         coefficient = tl.full(v.shape, P.coefficients[len(P.coefficients) - 1 - number], tl.float32)
         value = fused(value, v, coefficient, C.fast)
     value = fused(value, v, tl.full(v.shape, _WHOLE32, tl.float32), C.fast)
-    return value.to(tl.int32, bitcast=True) - _WHOLE32_BITS
+    return value.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -90,7 +92,10 @@ def _store_plane(
     row: (rows,), the tokens. plane: where the plane begins.
     """
     if C.by_warps:
-        _store_where_they_are(nibbles, row, plane, P, C)
+        if WIDTH == 4:
+            _store_nibbles(nibbles, row, plane, P, C)
+        else:
+            _store_upper(nibbles, row, plane, WIDTH, P, C)
         return
     EIGHTH: tl.constexpr = P.size // 8
     N_WORDS: tl.constexpr = P.padded // 32
@@ -112,14 +117,24 @@ def _store_plane(
 
 
 @triton.jit
-def _store_where_they_are(
-    nibbles: tl.tensor, row: tl.tensor, plane: tl.tensor, P: tl.constexpr, C: tl.constexpr
-) -> None:
+def _store_nibbles(nibbles: tl.tensor, row: tl.tensor, plane: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> None:
     """Store 4 bits each of 64 or 128 elements in accesses of 8 bytes: words stay in the lanes that made them."""
     N: tl.constexpr = P.padded // 32
     first, second = nibbles.reshape(C.rows, 2, 2 * N).permute(0, 2, 1).split()
     _store_twos(first, row, plane, 0, 4 * N, C)
     _store_twos(second, row, plane, 2 * N, 4 * N, C)
+
+
+@triton.jit
+def _store_upper(
+    nibbles: tl.tensor, row: tl.tensor, plane: tl.tensor, WIDTH: tl.constexpr, P: tl.constexpr, C: tl.constexpr
+) -> None:
+    """Store the upper 1 or 2 bits each, as `_store_nibbles`. Two lanes have a word's single bits: their sum is it."""
+    N: tl.constexpr = P.padded // 32
+    if WIDTH == 2:
+        _store_twos(_upper_upon_lower(nibbles, 4).reshape(C.rows, 2 * N), row, plane, 0, 2 * N, C)
+    else:
+        _store_twos(total(nibbles << tl.arange(0, 4)[None, :, None], 1), row, plane, 0, N, C)
 
 
 @triton.jit
@@ -137,6 +152,8 @@ def _energy(bytes: tl.tensor, nibbles: tl.tensor, squares: tl.tensor, P: tl.cons
     """(rows,) int32: the sum of the squares of the codes' centroids, places behind a vector's end among them."""
     if C.fast and P.bits == 4:
         sums = tl.inline_asm_elementwise(P.energy, "=&r,r", [nibbles], tl.int32, True, 1)
+    elif C.fast:
+        sums = tl.inline_asm_elementwise(P.energy, "=&r,r,l", [bytes, squares], tl.int32, True, 1)
     else:
         sums = tl.load(squares + (bytes & 0xFF)) + tl.load(squares + ((bytes >> 8) & 0xFF))
         sums += tl.load(squares + ((bytes >> 16) & 0xFF)) + tl.load(squares + ((bytes >> 24) & 0xFF))

@@ -1,5 +1,6 @@
 """Constants that turboquant's kernels are compiled for, and the matrices and tables that they read."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,10 +18,10 @@ class PlaneCode(NamedTuple):
     """Code of K or V: all that the compiler must know.
 
     size: elements of a vector; padded: of one in a tile. is_k: a mean is taken off, is_turned: and before it the
-    rotary embedding. thresholds, coefficients: as in
-    kvtier.codecs.turboquant.buckets. curve: PTX that makes codes of two elements, energy: one that sums the squares of
-    the centroids of eight codes, both up to 4 bits. least: the square of the first centroid. centroids: PTX that makes
-    centroids of four bytes of codes. permuted: whether that is how they are decoded.
+    rotary embedding. thresholds, coefficients: as in kvtier.codecs.turboquant.buckets. curve: PTX that makes codes of
+    two elements, up to 4 bits. energy: PTX that sums the squares of the centroids of a word's codes. least: the square
+    of the first centroid. centroids: PTX that makes centroids of four bytes of codes. permuted: whether that is how
+    they are decoded.
     """
 
     size: int
@@ -42,7 +43,7 @@ class PlaneCode(NamedTuple):
     @property
     def suits_warps(self) -> bool:
         """Tell whether kvtier.codecs.turboquant.warps can encode it."""
-        return self.size in (64, 128) and self.bits == 4
+        return self.size in (64, 128)
 
 
 class TurboquantChunkShape(NamedTuple):
@@ -60,8 +61,8 @@ class TurboquantChunkShape(NamedTuple):
 def plane_code(size: int, bits: int, is_k: bool, is_turned: bool, fast: bool) -> PlaneCode:
     """Return the code of vectors of `size` elements with `bits` each. fast: see TurboquantChunkShape."""
     book = CODEBOOKS[bits]
-    permuted = fast and bits == 4 and size % 32 == 0  # bytes are taken four at a time
     is_small = bits == 4
+    permuted = fast and is_small and size % 32 == 0  # bytes are taken four at a time
     return PlaneCode(
         size,
         padded_size(size),
@@ -75,7 +76,7 @@ def plane_code(size: int, bits: int, is_k: bool, is_turned: bool, fast: bool) ->
         scale_unit(bits, size),
         decode_unit(bits, size),
         _curve_ptx(book.curve) if is_small else "",
-        _energy_ptx(book.centroids) if is_small else "",
+        _energy_ptx(book.centroids) if is_small else _loaded_energy_ptx(),
         _centroid_ptx(book.centroids) if permuted else "",
         permuted,
     )
@@ -188,6 +189,19 @@ def _energy_ptx(centroids: tuple[int, ...]) -> str:
     return "{ " + " ".join(lines) + " }"
 
 
+def _loaded_energy_ptx() -> str:
+    """PTX of four codes, one a byte ($1), and the address of `squares` ($2), to the sum of their centroids' ($0)."""
+    lines = [
+        ".reg .b32 c, x, y, z;",
+        ".reg .b64 a;",
+        *_loads("b32", "$1", "$2", ("$0", "x", "y", "z")),
+        "add.u32 $0, $0, x;",
+        "add.u32 y, y, z;",
+        "add.u32 $0, $0, y;",
+    ]
+    return "{ " + " ".join(lines) + " }"
+
+
 def _permuted_places(code: PlaneCode) -> npt.NDArray[np.int64]:
     """(padded,): the element at each place of the operands that the PTX makes, one after the other; or -1.
 
@@ -220,3 +234,18 @@ def _centroid_ptx(centroids: tuple[int, ...]) -> str:
             "shr.u32 m, m, 16;",
         ]
     return "{ " + " ".join(lines) + " }"
+
+
+def _loads(kind: str, codes: str, table: str, targets: Sequence[str]) -> list[str]:
+    """PTX that loads the entries of a table at four codes, one a byte, by way of the registers c and a.
+
+    kind: of the entries, b32 or u16.
+    """
+    lines = []
+    for byte, target in enumerate(targets):
+        lines += [
+            f"prmt.b32 c, {codes}, 0, {0x4440 + byte};",
+            f"mad.wide.u32 a, c, {4 if kind == 'b32' else 2}, {table};",
+            f"ld.global.nc.{kind} {target}, [a];",
+        ]
+    return lines

@@ -1,4 +1,4 @@
-"""The rotation for short vectors and few bits: by warps that do not wait for each other.
+"""The rotation for short vectors: by warps that do not wait for each other.
 
 A warp's tile is 8 rows, or a multiple. The rotation of 64 or 128 elements is one of order 16, over those four of the
 bits of an element's index that are within a group's half of four lanes, and sums and differences over the others,
