@@ -41,5 +41,6 @@ if __name__ == "__main__":
     compile_turboquant(encode_chunks, WHOLE_TILING, 96)
     compile_turboquant(decode_chunks, DECODE_TILINGS[0], 128)
     compile_turboquant(encode_chunks, ENCODE_TILINGS[0], 128, "k6v5", by_warps=True)
+    compile_turboquant(decode_chunks, DECODE_TILINGS[0], 128, "k6v5")
     compile_turboquant(encode_chunks, WHOLE_TILING, 256)
     compile_turboquant(decode_chunks, DECODE_TILINGS[0], 256)

@@ -1,11 +1,13 @@
 """Turboquant's decoding on the device: one launch takes codes, rotates their centroids back and fills pages.
 
 A program decodes one layer of one head of one chunk, K, then V. Centroids up to 4 bits are whole numbers of 7 bits: the
-tensor cores turn them back as int8, exactly. prmt makes them, four at a time, out of tables in two registers; in what
-order the elements come out of it does not matter, as the rows of the matrix come in the same (tables.py).
+tensor cores turn them back as int8, exactly. prmt makes them, four at a time, out of tables in two registers. Those of
+5 and 6 bits do not fit there: they are fp16, and PTX loads them from memory in the lanes that hand them to the tensor
+cores. (tl.load would move codes to a layout of its own, as in pack.py.) In what order the elements come out of either
+does not matter, as the rows of the matrix come in the same (tables.py).
 
-P stands for a plane's PlaneCode, C for the launch's TurboquantChunkShape. Where C.fast is not set, or prmt's tables do
-not fit, centroids are looked up in memory.
+P stands for a plane's PlaneCode, C for the launch's TurboquantChunkShape. Without PTX, or for head sizes that four
+lanes cannot share in whole words, centroids are looked up by tl.load.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -94,6 +96,54 @@ def _permuted(codes: tl.tensor, row: tl.tensor, halves: tl.tuple, P: tl.constexp
 
 
 @triton.jit
+def _pairs(codes: tl.tensor, centroids: tl.tensor, P: tl.constexpr) -> tl.tensor:
+    """(..., 2) int32: the centroids of four codes, one a byte, two in each word."""
+    first, second = tl.inline_asm_elementwise(
+        P.centroids, "=&r,=&r,r,l", [codes, centroids], (tl.int32, tl.int32), True, 1
+    )
+    return tl.join(first, second)
+
+
+@triton.jit
+def _gathered(
+    codes: tl.tensor, row: tl.tensor, matrix: tl.tensor, centroids: tl.tensor, P: tl.constexpr, C: tl.constexpr
+) -> tl.tensor:
+    """(rows, padded) fp32, as `_looked_up`: of 5 or 6 bits, by PTX.
+
+    Four lanes share a row, as in an operand of the tensor cores, and each loads the centroids of the words of codes it
+    has: nothing moves between lanes.
+    """
+    WORDS: tl.constexpr = P.size // 32  # of a lane
+    UPPER: tl.constexpr = P.bits - 4
+    FIELDS: tl.constexpr = 0x10101010 if UPPER == 1 else 0x30303030
+    word, inside = tl.arange(0, 4 * WORDS)[None, :], row[:, None] < C.tokens
+    at = tl.max_contiguous(tl.multiple_of(row[:, None] * (4 * WORDS) + word, (1, WORDS)), (1, WORDS))
+    lower = tl.load(codes.to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
+    # Words of the lower plane share one of the upper: each takes other bits of its bytes.
+    at = row[:, None] * (UPPER * WORDS) + word % (UPPER * WORDS)
+    at = tl.max_contiguous(tl.multiple_of(at, (1, WORDS)), (1, WORDS))
+    upper = tl.load((codes + C.tokens * P.size // 2).to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
+    upper >>= word // (UPPER * WORDS) * UPPER
+    first = (lower & 0x0F0F0F0F) | ((upper << 4) & FIELDS)  # codes of the vector's first half
+    second = ((lower >> 4) & 0x0F0F0F0F) | (upper & FIELDS)
+    pairs = tl.join(_pairs(first, centroids, P), _pairs(second, centroids, P))
+    even, odd = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
+    x = tl.join(even.to(tl.float16, bitcast=True), odd.to(tl.float16, bitcast=True))
+    x = x.reshape(C.rows, 4, 4 * WORDS, 2).permute(0, 2, 1, 3).reshape(C.rows, P.size)  # a lane has 2 of every 8
+    return tl.dot(operand_rows(x, C), matrix).to(tl.float32)
+
+
+@triton.jit
+def _store_first(vectors: tl.tuple, move: tl.tensor, raw: tl.tensor, first_token: tl.tensor, P: tl.constexpr) -> None:
+    """Copy the chunk's first token, if its block is wanted: once, not by a choice in each tile."""
+    tl.static_assert(_RAW_TOKENS == 1)
+    base, block_stride, _ = vectors
+    word = tl.arange(0, P.padded // 2)
+    wanted = (word < P.size // 2) & (first_token == 0)
+    tl.store(base + tl.load(move + 2) * block_stride + word, tl.load(raw + word, mask=wanted, other=0), mask=wanted)
+
+
+@triton.jit
 def _decode_plane(
     plane: tl.tensor,
     head: tl.tensor,
@@ -115,10 +165,14 @@ def _decode_plane(
     else:
         whole = tl.load(matrix + place[:, None] * P.padded + place[None, :])
     first_token = tl.load(move + 1).to(tl.int32) * C.block_tokens
+    vectors = plane_of_head(plane, head)
+    _store_first(vectors, move, raw, first_token, P)
     for start in range(first_token // ROWS * ROWS, C.tokens, ROWS):
         row = start + tl.arange(0, ROWS)
-        if P.permuted:  # noqa: SIM108  # the compiler looks at one branch only
+        if P.permuted:
             product = _permuted(codes, row, halves, P, C)
+        elif P.centroids != "":
+            product = _gathered(codes, row, whole, centroids, P, C)
         else:
             product = _looked_up(codes, row, whole, centroids, P, C)
         low, high = in_order(tile_rows(product, C), 8).reshape(ROWS, P.padded // 32, 16, 2).split()
@@ -137,12 +191,9 @@ def _decode_plane(
             words = words_of(low, high, C.is_bf16, C.fast)
         else:
             words = words_of(low, high, C.is_bf16, C.fast) ^ flip
-        is_raw = row[:, None, None] < _RAW_TOKENS
-        raw_place = row[:, None, None] * (P.size // 2) + column
-        stored = tl.load(raw + raw_place, mask=is_raw & (column < P.size // 2), other=0)
-        words = tl.where(is_raw, stored, words)
-        base, place_of_words, inside = tile_words(plane_of_head(plane, head), move + 2, row, P, C)
-        tl.store(base + place_of_words, words, mask=inside & (row[:, None, None] >= first_token))
+        base, place_of_words, inside = tile_words(vectors, move + 2, row, P, C)
+        wanted = tl.maximum(first_token, _RAW_TOKENS)
+        tl.store(base + place_of_words, words, mask=inside & (row[:, None, None] >= wanted))
 
 
 # Nothing is specialized on values: another chunk or rank must not mean another compilation.

@@ -55,7 +55,7 @@ class TurboquantTiling(NamedTuple):
 # three programs of 4 warps, with 128 four.
 ENCODE_TILINGS = tuple(TurboquantTiling(*each) for each in ((32, 4, 128), (32, 4, 168), (64, 8, 128), (32, 4, 96)))
 WHOLE_TILING = TurboquantTiling(64, 4, 128)  # of the encoding that is not by warps
-DECODE_TILINGS = (TurboquantTiling(64, 4), TurboquantTiling(64, 4, 128), TurboquantTiling(32, 2))
+DECODE_TILINGS = tuple(TurboquantTiling(*each) for each in ((64, 4, 168), (64, 4), (64, 4, 128), (32, 2)))
 
 
 class _DeviceTables(NamedTuple):

@@ -20,8 +20,8 @@ class PlaneCode(NamedTuple):
     size: elements of a vector; padded: of one in a tile. is_k: a mean is taken off, is_turned: and before it the
     rotary embedding. thresholds, coefficients: as in kvtier.codecs.turboquant.buckets. curve: PTX that makes codes of
     two elements, up to 4 bits. energy: PTX that sums the squares of the centroids of a word's codes. least: the square
-    of the first centroid. centroids: PTX that makes centroids of four bytes of codes. permuted: whether that is how
-    they are decoded.
+    of the first centroid. centroids: PTX that makes the centroids of a word's codes; "" where there is none. permuted:
+    whether it does so out of registers, of two codes a byte; else it loads those of one a byte.
     """
 
     size: int
@@ -63,6 +63,7 @@ def plane_code(size: int, bits: int, is_k: bool, is_turned: bool, fast: bool) ->
     book = CODEBOOKS[bits]
     is_small = bits == 4
     permuted = fast and is_small and size % 32 == 0  # bytes are taken four at a time
+    gathered = fast and not is_small and size in (64, 128, 256)  # four lanes have a power of two of words each
     return PlaneCode(
         size,
         padded_size(size),
@@ -77,7 +78,7 @@ def plane_code(size: int, bits: int, is_k: bool, is_turned: bool, fast: bool) ->
         decode_unit(bits, size),
         _curve_ptx(book.curve) if is_small else "",
         _energy_ptx(book.centroids) if is_small else _loaded_energy_ptx(),
-        _centroid_ptx(book.centroids) if permuted else "",
+        _centroid_ptx(book.centroids) if permuted else _loaded_centroid_ptx() if gathered else "",
         permuted,
     )
 
@@ -131,7 +132,10 @@ def decode_matrix(code: PlaneCode) -> npt.NDArray[np.int8 | np.float16]:
     """
     padded = code.padded
     dtype = np.int8 if code.bits <= 4 else np.float16
-    inner = _permuted_places(code) if code.permuted else places(code.size)
+    if code.permuted:
+        inner = _permuted_places(code)
+    else:
+        inner = _gathered_places(code.size) if code.centroids else places(code.size)
     outer = product_columns(padded, 8)
     matrix = np.zeros((padded, padded), dtype=dtype)
     rows, columns = np.flatnonzero(inner >= 0), np.flatnonzero(outer < code.size)
@@ -214,6 +218,13 @@ def _permuted_places(code: PlaneCode) -> npt.NDArray[np.int64]:
     return np.where(within // 4 * 4 < code.size // 8, element, -1)
 
 
+def _gathered_places(size: int) -> npt.NDArray[np.int64]:
+    """(size,): the element at each place of the operand that `decode._gathered` makes."""
+    n_words = size // 32  # of a lane
+    word, pair, half, lane, side = np.unravel_index(np.arange(size), (n_words, 2, 2, 4, 2))
+    return half * (size // 2) + (lane * n_words + word) * 4 + pair * 2 + side
+
+
 def _centroid_ptx(centroids: tuple[int, ...]) -> str:
     """PTX of four bytes, a code in each nibble ($2), to centroids, four int8 each in $0 and $1: those of the first two
     bytes, and of the others.
@@ -233,6 +244,18 @@ def _centroid_ptx(centroids: tuple[int, ...]) -> str:
             f"lop3.b32 {output}, p, n, s, 0xe4;",
             "shr.u32 m, m, 16;",
         ]
+    return "{ " + " ".join(lines) + " }"
+
+
+def _loaded_centroid_ptx() -> str:
+    """PTX of four codes, one a byte ($2), and the address of `signed_centroids` ($3), to four fp16 in $0 and $1."""
+    lines = [
+        ".reg .b32 c, x, y;",
+        ".reg .b64 a;",
+        *_loads("u16", "$2", "$3", ("$0", "x", "$1", "y")),
+        "prmt.b32 $0, $0, x, 0x5410;",
+        "prmt.b32 $1, $1, y, 0x5410;",
+    ]
     return "{ " + " ".join(lines) + " }"
 
 
