@@ -62,8 +62,8 @@ class LateSaves:
         """Note the chunks of a request that ends which are not stored by now. Without room for all, those that workers
         must have taken make room, and else the tail of this request is not noted."""
         for chunk in chunks:
-            self._kept.pop(chunk.key, None)
             contents = self.contents_of(chunk.block_ids)
+            self._kept.pop(chunk.key, None)
             self._kept[chunk.key] = _LateChunk(chunk, contents, self._step, arrival, self._step)
         too_many = len(self._kept) - KEPT_MAX
         if too_many > 0:

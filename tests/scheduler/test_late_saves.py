@@ -213,6 +213,16 @@ def test_what_workers_have_taken_makes_room_for_what_they_may_refuse(monkeypatch
     assert numbers == [0, 1, 2, 3, 13, *range(20, 25)], "neither what was refused nor what was planned just now"
 
 
+def test_a_fault_while_blocks_are_read_breaks_no_later_step() -> None:
+    """The step plans without containing faults: it must find a note of each chunk that is due."""
+    late, fault = LateSaves(), ZeroDivisionError
+    late.keep(0, chunks(1))
+    assert late.plan_again(chunks(1)[0].key)
+    with patch.object(late, "contents_of", side_effect=fault), pytest.raises(fault):
+        late.keep(1, chunks(1))
+    assert [chunk.number for chunk in late.take(None)[0].chunks] == [1]
+
+
 def test_of_refused_chunks_no_more_are_looked_at_than_the_step_may_plan() -> None:
     """A step has few milliseconds, and thousands of chunks may wait."""
     late, looks = LateSaves(), []
