@@ -44,8 +44,8 @@ class Step:
     before: save these before the engine touches any block: their requests ended, and their blocks may be reused.
     after: save these after the step's forward.
     refused: loads that the engine waits for but that cannot be made; answered as failed.
-    is_idle: the engine computes nothing in this step. waits_for_room: chunks of ended requests were refused, for which
-    the engine makes steps until they are taken.
+    is_idle: the engine computes nothing in this step. waits_for_room: workers refused chunks of ended requests; the
+    engine makes steps until these are taken or lost.
     """
 
     before: SavePlan | None = None

@@ -1,8 +1,8 @@
 """LateSaves: chunks of ended requests that workers refused, or may still refuse. Imports no engine.
 
-After a request's end the engine gives its blocks to others, those that were free for longest first. Until then they
-hold what they held, so a chunk whose refusal arrives after the end is planned again as long as its blocks have the same
-content.
+After a request has ended, the engine gives its blocks to other requests, longest-free blocks first. Until then the
+blocks keep their content. So if a refusal arrives after the end, the chunk is planned again while its blocks have the
+same content.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,23 +11,27 @@ from typing import NamedTuple
 
 from kvtier.scheduler.store import WantedChunk
 
-KEPT_MAX = 4096  # chunks of ended requests that may still be refused (I4)
-# Steps after which a chunk is given up: an engine without other work makes them 10 ms apart (bridge.IDLE_WAIT_S).
+KEPT_MAX = 4096  # limit of the chunks that are noted (I4)
+# Steps after which a chunk is given up. An engine without other work makes a step every 10 ms (bridge.IDLE_WAIT_S).
 STEPS_MAX = 1000
-ANSWER_STEPS = 8  # steps after which workers have refused what they have no room for; vLLM plans fewer ahead
+ANSWER_STEPS = 8  # steps after which workers have refused the chunks that do not fit; vLLM plans fewer steps ahead
 
-# Returns an object for each block, which stands for its content: another one from the moment on at which the block is
-# given to a request that will write to it. None: not known.
+# Returns an object for each block that stands for the block's content. As soon as the engine gives the block to a
+# request that will write to it, the object is another one. None: the content is not known.
 ContentsOf = Callable[[Sequence[int]], Sequence[object | None]]
 
 
 def no_contents(block_ids: Sequence[int]) -> Sequence[object | None]:
+    """Return None for each block: their contents are not known."""
     return [None] * len(block_ids)
 
 
 class _LateChunk(NamedTuple):
-    """contents: of its blocks when its request ended, in step `step`. arrival: number of the request. planned: step in
-    which it was planned last, as far as is known here."""
+    """Note of one chunk.
+
+    contents: those of its blocks when its request ended. step: the step in which the request ended. arrival: number of
+    the request. planned: the step in which LateSaves last returned the chunk; `step` if it has not.
+    """
 
     chunk: WantedChunk
     contents: Sequence[object | None]
@@ -37,7 +41,10 @@ class _LateChunk(NamedTuple):
 
 
 class Due(NamedTuple):
-    """Chunks to plan now, of one ended request. lost: those whose blocks have other content by now, and all behind."""
+    """Due chunks of one ended request.
+
+    chunks: to be planned now. lost: the first chunk whose blocks have other content now, and all due chunks behind it.
+    """
 
     chunks: list[WantedChunk]
     lost: list[WantedChunk]
@@ -49,7 +56,7 @@ class LateSaves:
     def __init__(self) -> None:
         self.contents_of: ContentsOf = no_contents
         self._kept: dict[bytes, _LateChunk] = {}
-        self._refused: dict[bytes, None] = {}  # by all ranks, or by one while the others answer yet
+        self._refused: dict[bytes, None] = {}  # by one rank or more; others may not have answered yet
         self._due: dict[bytes, None] = {}
         self._step = 0
 
@@ -59,8 +66,10 @@ class LateSaves:
         return bool(self._due or self._refused)
 
     def keep(self, arrival: int, chunks: Sequence[WantedChunk]) -> None:
-        """Note the chunks of a request that ends which are not stored by now. Without room for all, those that workers
-        must have taken make room, and else the tail of this request is not noted."""
+        """Note those chunks of an ending request that are not stored yet.
+
+        Beyond KEPT_MAX, drop the notes of chunks that workers must have taken, then those of this request's tail.
+        """
         for chunk in chunks:
             contents = self.contents_of(chunk.block_ids)
             self._kept.pop(chunk.key, None)
@@ -73,21 +82,23 @@ class LateSaves:
                 self.forget(key)
 
     def forget(self, key: bytes) -> None:
-        """Note that a chunk is stored, or will not be."""
+        """Drop the note of a chunk that is stored, or that will not be."""
         for chunks in (self._kept, self._refused, self._due):
             chunks.pop(key, None)
 
     def clear(self) -> None:
+        """Drop all notes."""
         for chunks in (self._kept, self._refused, self._due):
             chunks.clear()
 
     def refused(self, key: bytes) -> None:
-        """Note that one rank refused the chunk: the engine must make steps, if it has none, to hear of the others."""
+        """Note that one rank refused the chunk. Even without other work the engine must now make steps, because it
+        receives the other ranks' answers in steps."""
         if key in self._kept:
             self._refused[key] = None
 
     def plan_again(self, key: bytes) -> bool:
-        """Note that all ranks have answered, and not all took the chunk. Return True if it is planned again."""
+        """Note that not all ranks took the chunk and that all have answered. Return True if it is due again."""
         kept = self._kept.get(key)
         if kept is None or not self._is_alive(kept):
             return False
@@ -96,8 +107,11 @@ class LateSaves:
         return True
 
     def take(self, limit: int | None) -> dict[int, Due]:
-        """Return what is due in this step, by the arrival of the request: of those that ended since the last step all,
-        else at most `limit` chunks. Call once a step, after the engine gave blocks to its requests."""
+        """Return the chunks that are due in this step, by the arrival of their request.
+
+        Due chunks of requests that ended since the last step are all returned, and count towards `limit`. Others are
+        returned only up to `limit`; None: no limit. Call once a step, after the engine gave blocks to its requests.
+        """
         taken: dict[int, Due] = {}
         n_left = len(self._due) if limit is None else limit
         for kept in sorted((self._kept[key] for key in self._due), key=lambda kept: (kept.arrival, kept.chunk.number)):
@@ -118,12 +132,16 @@ class LateSaves:
         return taken
 
     def _is_taken(self, key: bytes, kept: _LateChunk) -> bool:
+        """Return True if workers must have taken the chunk: no refusal came in the steps in which it would have."""
         is_answered = self._step - kept.planned > ANSWER_STEPS
         return is_answered and key not in self._due and key not in self._refused
 
     def _is_alive(self, kept: _LateChunk) -> bool:
-        """Return True if the blocks hold the chunk before the next forward. Without knowledge of their contents they do
-        until then, because blocks are handed on with a step."""
+        """Return True if the blocks still hold the chunk before the next forward.
+
+        In the step in which the request ended they do, even if their contents are not known: the engine gives blocks
+        to other requests only when it plans the next step.
+        """
         if kept.step == self._step:
             return True
         if self._step - kept.step > STEPS_MAX:

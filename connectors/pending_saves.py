@@ -1,10 +1,11 @@
-"""PendingSaves: which chunks of the engine's requests are planned to be saved in a step, and what happens to those that
-could not be saved. Imports no engine.
+"""PendingSaves: planner of a step's saves, and of further attempts for chunks that could not be saved. Imports no
+engine.
 
-What cannot be taken now (a worker's queue is full, the storage rests, no set is ready) is planned again in later steps
-of the request and at its end, and what a full queue refuses then, as long as its blocks are alive (late_saves). Chunks
-of a prompt are planned in order, and none behind one that could not be planned, so what is missing in the end is the
-tail of a prompt. Requests that came first are served first, so the newest lose their tails.
+A chunk that cannot be taken now (a worker's queue is full, the storage is backing off, no set is ready) is planned
+again in later steps of its request and at the request's end. A chunk that a full queue refuses after that is planned
+again while its blocks keep their content (late_saves). The chunks of a prompt are planned in order, and none behind one
+that could not be planned, so only the tail of a prompt can be missing in the end. The oldest requests are served first,
+so the newest lose their tails.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,8 +80,8 @@ class PendingSaves:
             self._advanced[request.view.request_id] = _Frontier(frontier_tokens, block_ids)
 
     def finish(self, request: TrackedRequest, frontier_tokens: int, block_ids: Sequence[int]) -> None:
-        """Take all chunks of an ended request that are not stored or being saved by now, as its blocks are reused from
-        the next step on. Those of chunks that another request was to save, and could not, are among them."""
+        """Take all chunks of an ended request that are neither stored nor being saved, because the engine may reuse its
+        blocks from the next step on. Chunks that another request was to save, and could not, are among them."""
         self._advanced.pop(request.view.request_id, None)
         if not request.may_save or request.load_blocks is not None:
             return
@@ -88,7 +89,7 @@ class PendingSaves:
         wanted = self._take(request, _Frontier(frontier_tokens, block_ids), None)
         if not request.may_save:
             return
-        with self._faults.contained("keeping what may be refused"):
+        with self._faults.contained("noting chunks that may be refused"):
             unsaved = request.unsaved(frontier_tokens, block_ids, self._shape, self._store.is_stored)
             self.late.keep(request.arrival, unsaved)
         if wanted:
@@ -155,8 +156,10 @@ class PendingSaves:
         self._pacing.refused()
 
     def _plan_ended(self, rewritten: AbstractSet[int] | None, window: int | None) -> SavePlan | None:
-        """Plan what is left of the requests that ended, and at most `window` chunks that were refused since then. What
-        cannot be planned now is lost, unless a set is coming and its blocks stay alive until then."""
+        """Plan the remaining chunks of ended requests, and late chunks (see `LateSaves.take`; window: its limit).
+
+        A chunk that cannot be planned now is lost, unless a set is coming and the chunk's blocks are alive until then.
+        """
         wanted: list[WantedChunk] = []
         tails = set[str]()
         ended, self._ended = self._ended, {}

@@ -106,7 +106,7 @@ class SchedulerHalf:
             announcements.start()
 
     def bind_blocks(self, pool: Any) -> None:
-        """Watch vLLM's blocks: how many are free, and which have still the content of an ended request."""
+        """Watch vLLM's blocks: how many are free, and which still have the content of an ended request."""
         self._bridge.room.shared.is_short = partial(self._is_short, pool)
         self._bridge.saves.late.contents_of = partial(self._contents, pool)
 
@@ -216,8 +216,9 @@ class SchedulerHalf:
 
     @contains_faults("reading the content of blocks", default=lambda self, pool, block_ids: no_contents(block_ids))
     def _contents(self, pool: Any, block_ids: Sequence[int]) -> Sequence[object | None]:
-        """Return the hash objects of blocks in vLLM's own cache. vLLM drops a block's hash when it gives the block to a
-        request that will write to it, and makes another object when the block is full again, even of the same hash."""
+        """Return the hash objects of blocks in vLLM's own cache, or None. vLLM drops a block's hash when it gives the
+        block to a request that will write to it. When the block is full again, vLLM makes another object, even if the
+        hash is equal."""
         return [pool.blocks[block_id].block_hash for block_id in block_ids]
 
     @contains_faults("describing a chunk in KV events")

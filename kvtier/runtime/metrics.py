@@ -97,7 +97,7 @@ HELP = {
     SAVE_SECONDS: "Seconds that batches of saves took to be written and published, without waits in queues.",
     SAVED_LATER: "Chunks saved in a later step than the one that computed them: no queue or set had room then.",
     DROPPED_TAILS: "Requests that ended before the last chunks of their prompt could be taken to be saved.",
-    SKIPPED_QUEUE_FULL: "Chunks not saved because the queue was full until their blocks were given to others.",
+    SKIPPED_QUEUE_FULL: "Chunks not saved because the queue was full until the engine reused their blocks.",
     SKIPPED_NO_SPACE: "Chunks not saved because there was no space.",
     SKIPPED_PRESENT: "Chunks not saved because another engine had saved them.",
     SKIPPED_RESTING: "Chunks not saved because the storage refused others until their request had ended.",

@@ -93,7 +93,7 @@ def test_what_was_saved_is_told_when_it_was_and_not_before() -> None:
     assert telling.take() == []
 
 
-def test_what_a_full_queue_refused_is_told_when_it_is_saved_later() -> None:
+def test_a_chunk_that_a_full_queue_refused_is_announced_when_it_is_saved_later() -> None:
     """Its request may have ended, and nothing is described of it again."""
     telling = Telling(writers=2)
     telling.told.wanted("r", 0, keys([0]))

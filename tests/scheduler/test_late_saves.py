@@ -1,5 +1,5 @@
-"""Chunks that workers refuse until their requests have ended are saved as long as their blocks hold them, and never
-from blocks that hold something else."""
+"""Late saves: chunks that workers refuse until their requests have ended are saved while their blocks hold them, and
+never from blocks with other content."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -65,7 +65,7 @@ def idle_steps(scene: Scene, most: int = 100) -> int:
 
 
 def test_a_refusal_that_comes_with_the_end_is_planned_before_the_next_forward(scene: Scene) -> None:
-    """Without knowledge of the blocks' contents: until then nobody else has the blocks."""
+    """Without knowledge of the blocks' contents: until then no other request has the blocks."""
     scene.room = 2
     scene.request("r", 6)
     step(scene, "r", ends=["r"])
