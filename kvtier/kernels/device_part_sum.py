@@ -1,4 +1,4 @@
-"""A program's part of a slab's checksum on the device, for kernels that sum what they have just written.
+"""Checksum of a part of a slab on the device, for kernels that sum what they have just written.
 
 kvtier.kernels.device_checksum sums whole pages; parts of a slab begin and end anywhere within them.
 """
@@ -12,18 +12,17 @@ import triton.language as tl
 
 from kvtier.kernels.device_checksum import add, page_keys, place_keys, products
 
-_STEP = tl.constexpr(4)  # pages whose loads are under way at once
+_STEP = tl.constexpr(4)  # pages that one iteration sums, so that their loads can overlap
 
 
 @triton.jit
 def sum_part(
     slab: tl.tensor, first: tl.tensor, end: tl.tensor, seed: tl.tensor, PAIRS: tl.constexpr, AT_ONCE: tl.constexpr
 ) -> tl.tensor:
-    """The summands of pairs [first, end) of a slab (format.checksum), int64. PAIRS: of a page; AT_ONCE: a part of
-    them, so that a page's part stays in registers.
+    """Return what pairs [first, end) of a slab add to its checksum (format.checksum), int64.
 
-    Whole pages are loaded, also where only some of their pairs count: the first and the last ones alone, those between
-    _STEP at a time.
+    PAIRS: pairs of a page. AT_ONCE: number of these that are summed at once, so that they stay in registers. Pages are
+    loaded whole, even if only some of their pairs count: the first and the last page alone, the others _STEP at a time.
     """
     words = tl.multiple_of(slab.to(tl.pointer_type(tl.int64)), 16)
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
@@ -63,8 +62,8 @@ def answer_layer(
 ) -> None:
     """Add a program's layer, bytes [first, end) of a slab, to the slab's checksum, and mark a refused chunk.
 
-    Grid: (heads, layers, moves). The rest behind the last layer, up to the slab's end, is summed with it. answers:
-    (moves, heads + 1) int64. seed: pointer to the slab's, int64. PAIRS, AT_ONCE: of `sum_part`.
+    Grid: (heads, layers, moves). The bytes behind the last layer, up to the slab's end, are summed with that layer.
+    answers: (moves, heads + 1) int64. seed: pointer to the slab's seed, int64. PAIRS, AT_ONCE: as in `sum_part`.
     """
     if tl.program_id(1) == tl.num_programs(1) - 1:
         end = slab_bytes.to(end.dtype)

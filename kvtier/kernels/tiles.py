@@ -1,8 +1,8 @@
 """Tiles of the engine's pages: device functions that the kernels of all codecs share.
 
 A tile is some tokens' vectors of one plane and head. It is loaded and stored as 32-bit words of two elements, shaped
-(rows, groups, 16 words): so four threads share a row, each has 16 bytes of every group, and what is reduced over a row
-is mostly reduced within a thread. (Of dimensions that it cannot order by addresses, Triton gives threads to the first.)
+(rows, groups, 16 words). So four threads share a row, each has 16 bytes of every group, and most of a reduction over a
+row happens within a thread. (Where Triton cannot order dimensions by addresses, it gives threads to the first.)
 
 P stands for a plane's PlaneCode or PlaneShape, C for the launch's Int8ChunkShape or TurboquantChunkShape.
 """
@@ -14,13 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The interpreter is a hundred times as fast with these as with ours.
+# Combine functions of Triton itself: with ours the interpreter is a hundred times slower.
 from triton.language.standard import _elementwise_max, _sum_combine
 
 
 @triton.jit
 def total(x: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
-    """tl.sum, but of its own type; the interpreter, as tests have it, does not know tl.sum."""
+    """Return the sum over AXIS in x's own type. The interpreter, as the tests set it up, lacks tl.sum."""
     return tl.reduce(x, AXIS, _sum_combine)
 
 
@@ -29,7 +29,8 @@ _LARGER_BF16, _LARGER_FP16 = (tl.constexpr(f"max.NaN.xorsign.abs.{kind} $0, $1, 
 WHOLE = tl.constexpr(12582912.0)
 WHOLE_BITS = tl.constexpr(0x4B400000)
 
-# What sqrt.rn and div.rn come to, without the branch for what is not normal: there our results do not count.
+# The sequences of sqrt.rn and div.rn without their branch for operands that are not normal: callers ignore the results
+# of such operands.
 _SQUARE_ROOT = tl.constexpr(
     "{ .reg .f32 r, s, h, e; rsqrt.approx.ftz.f32 r, $1; mul.rn.f32 s, $1, r; mul.rn.f32 h, r, 0f3F000000; "
     "neg.f32 e, s; fma.rn.f32 e, e, s, $1; fma.rn.f32 $0, e, h, s; }"
@@ -43,7 +44,7 @@ _QUOTIENT = tl.constexpr(
 
 @triton.jit
 def square_root(x: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Rounded to nearest even, of x between 2^-60 and 2^60; else anything."""
+    """Return the square root, rounded to nearest even, of x between 2^-60 and 2^60; undefined for other x."""
     if FAST:
         return tl.inline_asm_elementwise(_SQUARE_ROOT, "=&f,f", [x], tl.float32, True, 1)
     else:
@@ -52,7 +53,7 @@ def square_root(x: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def quotient(x: tl.tensor, y: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """x / y, rounded to nearest even, where all are between 2^-60 and 2^60; else anything."""
+    """Return x / y, rounded to nearest even, where x, y and x / y are between 2^-60 and 2^60; undefined elsewhere."""
     if FAST:
         return tl.inline_asm_elementwise(_QUOTIENT, "=&f,f,f", [x, y], tl.float32, True, 1)
     else:
@@ -61,7 +62,7 @@ def quotient(x: tl.tensor, y: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def fused(x: tl.tensor, y: tl.tensor, z: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """x * y + z, rounded once, fp32; without PTX where fp64 holds all of it."""
+    """Return x * y + z, rounded once, fp32. Without PTX this holds only if fp64 holds x * y + z exactly."""
     if FAST:
         return tl.inline_asm_elementwise("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, y, z], tl.float32, True, 1)
     else:
@@ -70,7 +71,7 @@ def fused(x: tl.tensor, y: tl.tensor, z: tl.tensor, FAST: tl.constexpr) -> tl.te
 
 @triton.jit
 def tile_columns(P: tl.constexpr) -> tl.tensor:
-    """(1, groups, 16): numbers of a row's words."""
+    """Return the numbers of a row's words, (1, groups, 16)."""
     return tl.arange(0, P.padded // 32)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
 
 
@@ -78,8 +79,8 @@ def tile_columns(P: tl.constexpr) -> tl.tensor:
 def plane_of_head(plane: tl.tensor, head: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return the start of a head's vectors, and the strides of block and token in words.
 
-    plane: to base and strides of block, token and head, in bytes. Taken before a loop: what it stores keeps the
-    compiler from doing so.
+    plane: pointer to base and strides of block, token and head, in bytes. Call it before a loop: because of the loop's
+    stores the compiler does not move these loads out of it.
     """
     base = (tl.load(plane) + head * tl.load(plane + 3)).to(tl.pointer_type(tl.int32))
     return tl.multiple_of(base, 16), tl.load(plane + 1) // 4, tl.load(plane + 2) // 4
@@ -101,7 +102,8 @@ def tile_words(
 
 @triton.jit
 def row_words(vectors: tl.tuple, blocks: tl.tensor, row: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """int64: offset of the first word of each of these tokens. row: of any shape. Others as in `tile_words`."""
+    """Return the offset of the first word of each of these tokens, int64. row: tokens, of any shape. Other arguments as
+    in `tile_words`."""
     _, block_stride, token_stride = vectors
     block = tl.load(blocks + row // C.block_tokens, mask=row < C.tokens, other=0)
     token = (row % C.block_tokens).to(tl.int64)
@@ -112,15 +114,18 @@ def row_words(vectors: tl.tuple, blocks: tl.tensor, row: tl.tensor, C: tl.conste
 def load_words(
     vectors: tl.tuple, blocks: tl.tensor, rows: tl.tensor, P: tl.constexpr, C: tl.constexpr, EVICT: tl.constexpr
 ) -> tl.tensor:
-    """(rows, groups, 16) int32; zeros past the chunk's or a row's end. rows: (rows,) tokens. EVICT: from caches."""
+    """Load a tile, (rows, groups, 16) int32, with zeros past the chunk's or a row's end. rows: tokens, (rows,). EVICT:
+    the load's eviction policy."""
     base, place, inside = tile_words(vectors, blocks, rows, P, C)
     return tl.load(base + place, mask=inside, other=0, eviction_policy=EVICT)
 
 
 @triton.jit
 def permuted(x: tl.tensor, y: tl.tensor, SELECTOR: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """int32: words of four bytes, which the hexadecimal digits of SELECTOR choose, the last one the lowest byte: 0 to 3
-    of x, 4 to 7 of y, int32."""
+    """Return int32 words of four bytes of x and y, int32, like the instruction prmt.
+
+    SELECTOR: four hexadecimal digits, the last one for the lowest byte; 0 to 3 choose a byte of x, 4 to 7 one of y.
+    """
     if FAST:
         selector = tl.full(x.shape, SELECTOR, tl.int32)
         word = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [x, y, selector], tl.int32, True, 1)
@@ -135,14 +140,14 @@ def permuted(x: tl.tensor, y: tl.tensor, SELECTOR: tl.constexpr, FAST: tl.conste
 
 @triton.jit
 def _larger(x: tl.tensor, y: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """Return the larger magnitudes of two words; NaN where either is."""
+    """Return words of the larger magnitudes of x and y; NaN where either element is NaN. The signs mean nothing."""
     ASM: tl.constexpr = _LARGER_BF16 if C.is_bf16 else _LARGER_FP16
     return tl.inline_asm_elementwise(ASM, "=r,r,r", [x, y], tl.int32, True, 1)
 
 
 @triton.jit
 def _folded(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """(rows, n / 2): the larger of the first half of (rows, n) words and the second."""
+    """Return (rows, n / 2) words of the larger magnitudes of the two halves of (rows, n) words."""
     N_ROWS: tl.constexpr = x.shape[0]
     HALF: tl.constexpr = x.shape[1] // 2
     first, second = x.reshape(N_ROWS, 2, HALF).permute(0, 2, 1).split()
@@ -151,7 +156,7 @@ def _folded(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def largest(words: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """(rows,) int32: bits of the largest magnitude of each row of words; those of NaN where there is any."""
+    """Return the bits of the largest magnitude in each row of words, (rows,) int32; those of NaN if a row has NaN."""
     N_ROWS: tl.constexpr = words.shape[0]
     N_GROUPS: tl.constexpr = words.shape[1]
     if C.fast and N_GROUPS <= 4:
@@ -162,14 +167,14 @@ def largest(words: tl.tensor, C: tl.constexpr) -> tl.tensor:
             x = _folded(x, C)
         x = _folded(x, C)
         x = tl.maximum(x & 0x7FFF, (x >> 16) & 0x7FFF)  # NaN > infinity > all else
-    else:  # of 256 elements Triton would have other threads for each step
+    else:  # with 256 elements Triton would move data to other threads at each step
         x = tl.reduce(tl.maximum(words & 0x7FFF, (words >> 16) & 0x7FFF), 1, _elementwise_max)
     return tl.reduce(x, 1, _elementwise_max)
 
 
 @triton.jit
 def value_of(bits: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """fp32 of an element's bits."""
+    """Return the element of these bits, fp32."""
     if C.is_bf16:
         return (bits << 16).to(tl.float32, bitcast=True)
     else:
@@ -178,10 +183,11 @@ def value_of(bits: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def operand_rows(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """(rows, n): a tile's rows in the order in which the tensor cores want them where they are. No data moves.
+    """Reorder the rows of a tile, (rows, n), so that each is in the thread that needs it for an operand of the tensor
+    cores. No data moves.
 
-    Threads have every eighth row of theirs times the warps; of an operand they want two rows eight apart, then the
-    next warp's.
+    A thread of a tile has rows that are 8 * warps apart; a thread of an operand has two rows 8 apart, and the next 16
+    rows are those of the next warp.
     """
     ROWS: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
@@ -191,7 +197,7 @@ def operand_rows(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def tile_rows(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """(rows, n): the reverse of `operand_rows`, for a product."""
+    """Undo `operand_rows` for a product, (rows, n)."""
     ROWS: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     ROUNDS: tl.constexpr = ROWS // (16 * C.warps)
@@ -200,7 +206,7 @@ def tile_rows(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def in_order(product: tl.tensor, SIDE_BY_SIDE: tl.constexpr) -> tl.tensor:
-    """(rows, columns), its columns ordered as by `product_columns` (kvtier.codecs.turboquant.tables). No data moves."""
+    """Reorder a product's columns as `product_columns` says (kvtier.codecs.turboquant.tables). No data moves."""
     N_ROWS: tl.constexpr = product.shape[0]
     N_COLUMNS: tl.constexpr = product.shape[1]
     PAIRS: tl.constexpr = SIDE_BY_SIDE // 2
@@ -210,7 +216,7 @@ def in_order(product: tl.tensor, SIDE_BY_SIDE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def floats(words: tl.tensor, IS_BF16: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """The lower and the upper element of each word, fp32. They are bf16, else fp16."""
+    """Return the lower and the upper element of each word, fp32. The elements are bf16 if IS_BF16, else fp16."""
     if IS_BF16:
         low = (words << 16).to(tl.float32, bitcast=True)
         high = (words & -65536).to(tl.float32, bitcast=True)
@@ -222,14 +228,15 @@ def floats(words: tl.tensor, IS_BF16: tl.constexpr) -> tuple[tl.tensor, tl.tenso
 
 @triton.jit
 def _bf16_bits(x: tl.tensor) -> tl.tensor:
-    """Finite fp32 to nearest even, in the lower half of int32."""
+    """Round finite fp32 to bf16, to nearest even. Return its bits in the lower half of int32."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
 
 
 @triton.jit
 def words_of(low: tl.tensor, high: tl.tensor, IS_BF16: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Words of two elements each, rounded to nearest even: bf16, else fp16, held within its finite values."""
+    """Return words of two elements each, rounded to nearest even: bf16 if IS_BF16, else fp16, clamped to finite
+    values."""
     if not IS_BF16:
         low, high = tl.clamp(low, -65504.0, 65504.0), tl.clamp(high, -65504.0, 65504.0)
     if FAST and IS_BF16:

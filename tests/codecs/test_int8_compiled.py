@@ -14,7 +14,7 @@ def test_accesses_are_wide_and_vectors_stay_where_they_are(tmp_path: Path) -> No
         for tilings in (int8_device.ENCODE_TILINGS, int8_device.DECODE_TILINGS)
     )
     for encode, decode in zip(kernels[::2], kernels[1::2], strict=True):
-        # Of K, which has half as much in a tile, encoding has two tiles in a turn of its loops.
+        # A tile of K has half as many vectors, and an iteration of the encoding's loops has two tiles of it.
         loads = {
             evict: sum(n for name, n in encode.items() if f"evict_{evict}" in name and name.endswith("v4.b32"))
             for evict in ("last", "first")

@@ -16,7 +16,7 @@ Addresses = npt.NDArray[np.uint64]
 
 
 def run(ptx: str, inputs: Sequence[Words | Addresses], n_outputs: int) -> list[Words]:
-    """32-bit registers in and out, and addresses (uint64) in: outputs are $0 ..., inputs follow."""
+    """Run PTX on 32-bit registers, and on addresses (uint64) as inputs. Outputs are $0 ..., inputs follow."""
     registers = {f"${n_outputs + n}": value for n, value in enumerate(inputs)}
     blank = np.zeros_like(inputs[0], dtype=np.uint32)
     for line in filter(None, (part.strip() for part in ptx.strip().strip("{}").split(";"))):
@@ -140,7 +140,7 @@ def _e4m3(x: Words) -> Words:
 
 
 def _loaded(kind: type[ctypes.c_uint16 | ctypes.c_uint32]) -> Callable[[Addresses], Words]:
-    """A load from this process's memory."""
+    """Return an instruction that loads from this process's memory."""
 
     def instruction(addresses: Addresses) -> Words:
         places, which = np.unique(addresses, return_inverse=True)

@@ -1,12 +1,12 @@
-"""int8's encoding and decoding on the device, a launch each: from pages to codes, scales and sums, and back.
+"""int8's kernels on the device: one launch encodes pages to codes, scales and checksums, one decodes them.
 
-A program does one layer of one head of one chunk: K, then V, tile after tile. K is read twice, the second time from the
-cache: for the ranges of its channels, then for its codes. After encoding a program reads back what it wrote, from the
-cache, and adds its part to its slab's checksum.
+A program does one layer of one head of one chunk: K, then V, tile after tile. It reads K twice: for the ranges of its
+channels, then for its codes. Cache hints ask L2 to keep K in between. After encoding, a program reads its own output
+back and adds its part to its slab's checksum.
 
 P stands for a plane's PlaneShape, C for the launch's Int8ChunkShape. Tiles of V are those of kvtier.kernels.tiles.
-A tile of K is two tensors, a and b, (rows, words): words of the first half of a head, and at the same places the words
-of their partners in the second half. So both channels of a pair are in the registers of one thread.
+A tile of K is two tensors, a and b, (rows, words): a has the words of the first half of a head, b has the words of
+their partners in the second half, at the same places. So one thread has both channels of a pair in its registers.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -42,7 +42,7 @@ _CODE_UNIT, _STEP_MIN, _ELEMENT_MAX = tl.constexpr(CODE_UNIT), tl.constexpr(STEP
 _PAIR_CODES, _PAIR_CODES_ROOT = tl.constexpr(PAIR_CODES), tl.constexpr(PAIR_CODES**0.5)
 _RATIO_MAX = tl.constexpr(RATIO_MAX)
 _RAW_TOKENS = tl.constexpr(RAW_TOKENS)
-_UNROLL = tl.constexpr(2)  # tiles of K in a turn of a loop
+_UNROLL = tl.constexpr(2)  # tiles of K in one iteration of an encoding loop
 _TWO23, _TWO23_BITS = tl.constexpr(2.0**23), tl.constexpr(0x4B000000)
 _LEAST_BF16, _LEAST_FP16, _MOST_BF16, _MOST_FP16 = (
     tl.constexpr(f"{name}.NaN.{kind} $0, $1, $2;") for name in ("min", "max") for kind in ("bf16x2", "f16x2")
@@ -50,14 +50,14 @@ _LEAST_BF16, _LEAST_FP16, _MOST_BF16, _MOST_FP16 = (
 
 
 class PlaneShape(NamedTuple):
-    """size: elements of a vector, a multiple of 8; padded: of one in a tile, a power of two."""
+    """size: elements of a vector, a multiple of 8; padded: elements of a vector in a tile, a power of two."""
 
     size: int
     padded: int
 
 
 class Int8ChunkShape(NamedTuple):
-    """rows: of a tile of V; one of K has half as many. fast: with PTX; the interpreter has none."""
+    """rows: those of a tile of V; a tile of K has half as many. fast: use inline PTX, which the interpreter lacks."""
 
     tokens: int
     block_tokens: int
@@ -94,7 +94,8 @@ def _inverse(step_bits: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _pair_columns(P: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(1, words) each: numbers of the words in a row's first half, those of their partners, mask of valid ones."""
+    """Return the numbers of the words in a row's first half, those of their partners, and the mask of valid ones, each
+    (1, words)."""
     WORDS: tl.constexpr = P.size // 4
     SIDE_BY_SIDE: tl.constexpr = 4 if P.size % 16 == 0 else 2  # words of a run, kvtier.codecs.int8.codec.RUN
     a = tl.arange(0, P.padded // 4)[None, :]
@@ -104,8 +105,10 @@ def _pair_columns(P: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
 
 @triton.jit
 def _pair_places(start: tl.tensor, P: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """(rows, words) each: places of the words of both halves of rows that begin at `start`, (rows, 1), multiples of
-    4."""
+    """Return the places of the words of a row's first half and of their partners, (rows, words) each.
+
+    start: places of the rows' first words, (rows, 1), multiples of 4.
+    """
     SIDE_BY_SIDE: tl.constexpr = 4 if P.size % 16 == 0 else 2
     a_column, b_column, _ = _pair_columns(P)
     a = tl.max_contiguous(tl.multiple_of(start + a_column, (1, 4)), (1, 4))
@@ -115,7 +118,7 @@ def _pair_places(start: tl.tensor, P: tl.constexpr) -> tuple[tl.tensor, tl.tenso
 
 @triton.jit
 def _pair_code_places(row: tl.tensor, P: tl.constexpr) -> tl.tensor:
-    """(rows, words): places of the words of two pairs' codes in their plane. row: (rows, 1)."""
+    """Return the places in their plane of words of two codes each, (rows, words). row: (rows, 1)."""
     SIDE_BY_SIDE: tl.constexpr = 4 if P.size % 16 == 0 else 2
     a_column, _, _ = _pair_columns(P)
     place = tl.multiple_of(row * (P.size // 4) + a_column, (1, SIDE_BY_SIDE))
@@ -126,8 +129,10 @@ def _pair_code_places(row: tl.tensor, P: tl.constexpr) -> tl.tensor:
 def _load_pairs(
     vectors: tl.tuple, blocks: tl.tensor, row: tl.tensor, P: tl.constexpr, C: tl.constexpr, EVICT: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(rows, words) int32 each: words of the first half of a tile of K, and their partners. row: (rows, 1) tokens of
-    the chunk."""
+    """Return the words of the first half of a tile of K, and their partners, (rows, words) int32 each.
+
+    row: tokens of the chunk, (rows, 1).
+    """
     _, _, is_column = _pair_columns(P)
     a_place, b_place = _pair_places(row_words(vectors, blocks, row, C), P)
     if P.size == P.padded:
@@ -141,13 +146,14 @@ def _load_pairs(
 
 @triton.jit
 def _ordered(half: tl.tensor) -> tl.tensor:
-    """int32, ordered as the elements whose bits `half` has, sign-extended. Its own inverse. NaN is at either end."""
+    """Return int32 numbers in the order of the elements whose sign-extended bits are `half`. NaN is at either end. The
+    function is its own inverse."""
     return half ^ ((half >> 31) & 0x7FFF)
 
 
 @triton.jit
 def _lesser(x: tl.tensor, y: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """Return the lesser elements of two words; NaN where either is."""
+    """Return words of the lesser elements of x and y; NaN where either element is NaN."""
     if C.fast:
         ASM: tl.constexpr = _LEAST_BF16 if C.is_bf16 else _LEAST_FP16
         word = tl.inline_asm_elementwise(ASM, "=r,r,r", [x, y], tl.int32, True, 1)
@@ -160,7 +166,7 @@ def _lesser(x: tl.tensor, y: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _greater(x: tl.tensor, y: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """Return the greater elements of two words; NaN where either is."""
+    """Return words of the greater elements of x and y; NaN where either element is NaN."""
     if C.fast:
         ASM: tl.constexpr = _MOST_BF16 if C.is_bf16 else _MOST_FP16
         word = tl.inline_asm_elementwise(ASM, "=r,r,r", [x, y], tl.int32, True, 1)
@@ -175,20 +181,21 @@ def _greater(x: tl.tensor, y: tl.tensor, C: tl.constexpr) -> tl.tensor:
 def _store_ranges(
     scales: tl.tensor, scratch: tl.tensor, least: tl.tensor, most: tl.tensor, P: tl.constexpr, C: tl.constexpr
 ) -> None:
-    """Store the least and the largest element of each column of (rows, words) words, fp32: of even channels, then of
-    odd ones."""
+    """Store the least (in `scales`) and the largest (in `scratch`) element of each channel, fp32: those of even
+    channels, then those of odd ones. least, most: words of elements, (rows, words)."""
     word, half = tl.arange(0, P.padded // 4)[:, None], tl.arange(0, 2)[None, :]
     place, inside = word + half * (P.size // 4), word < P.size // 4
     even, odd = floats(least, C.is_bf16)
     found = tl.reduce(tl.join(even, odd), 0, _elementwise_min)
-    tl.store(scales + place, tl.where(found == 0.0, 0.0, found), mask=inside)  # no -0: of two zeros either may be least
+    tl.store(scales + place, tl.where(found == 0.0, 0.0, found), mask=inside)  # +0 for -0: either may be the least
     even, odd = floats(most, C.is_bf16)
     tl.store(scratch + place, tl.reduce(tl.join(even, odd), 0, _elementwise_max), mask=inside)
 
 
 @triton.jit
 def _top(x: tl.tensor, y: tl.tensor) -> tl.tensor:
-    """int32: bits of the largest magnitude among elements of words. NaN > infinity > all else there."""
+    """Return the bits of the largest magnitude of four elements, those of a word of x and one of y, int32. The bits of
+    NaN are above those of infinity, and these above all others."""
     return tl.maximum(
         tl.maximum(x & 0x7FFF, (x >> 16) & 0x7FFF),
         tl.maximum(y & 0x7FFF, (y >> 16) & 0x7FFF),
@@ -199,8 +206,11 @@ def _top(x: tl.tensor, y: tl.tensor) -> tl.tensor:
 def _find_ranges(
     vectors: tl.tuple, blocks: tl.tensor, scales: tl.tensor, scratch: tl.tensor, P: tl.constexpr, C: tl.constexpr
 ) -> tl.tensor:
-    """Store the least of each channel where the slab has it, and the largest in the scratch, in the same order. Return
-    int32: bits of the largest magnitude. All of them without the first token. scales, scratch: pointers to fp32."""
+    """Store the least element of each channel in the slab, and the largest in the scratch, in the same order. Return
+    the bits of the largest magnitude, int32. The chunk's first token is left out of all three.
+
+    scales, scratch: pointers to fp32.
+    """
     ROWS: tl.constexpr = C.rows // 2
     INFINITIES: tl.constexpr = 0x7F807F80 if C.is_bf16 else 0x7C007C00
     MINUS: tl.constexpr = -0x7FFF8000  # the signs of a word's elements
@@ -208,7 +218,8 @@ def _find_ranges(
     a_least = tl.full((ROWS, P.padded // 4), INFINITIES, tl.int32)
     a_most, b_least, b_most = a_least ^ MINUS, a_least, a_least ^ MINUS
     for start in tl.range(0, C.tokens, ROWS, loop_unroll_factor=_UNROLL):
-        # The first token does not count. None counts differently for being read twice.
+        # Read the second token in place of the first, and the last one past the end. A token that is read twice does
+        # not change the ranges.
         counted = tl.minimum(tl.maximum(start + row, _RAW_TOKENS), C.tokens - 1)
         a, b = _load_pairs(vectors, blocks, counted, P, C, "evict_last")
         a_least, a_most = _lesser(a_least, a, C), _greater(a_most, a, C)
@@ -222,10 +233,11 @@ def _find_ranges(
 
 @triton.jit
 def _make_scales(scales: tl.tensor, scratch: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> tl.tuple:
-    """Store the scales of the pairs of channels. Return them: (least of a, least of b, inverse of the step, number of
-    codes of a, of b), (pairs,) fp32 each.
+    """Store the scales of the pairs of channels. Return (least of a, least of b, inverse of the step, number of codes
+    of a, number of codes of b), (pairs,) fp32 each.
 
-    scales, scratch: as `_find_ranges` left them, pointers to fp32. Inverses are added behind the ranges.
+    scales, scratch: pointers to fp32, to the results of `_find_ranges`. The inverses are stored behind them in the
+    scratch.
     """
     pair = tl.arange(0, P.padded // 2)
     inside = pair < P.size // 2
@@ -269,7 +281,7 @@ def _encode_first_token(
     tl.store(raw + partner, b, mask=inside)
     a, b = a.to(tl.int32), b.to(tl.int32)
     top = tl.reduce(tl.maximum(a & 0x7FFF, b & 0x7FFF), 0, _elementwise_max)
-    # Its elements need not be within the ranges, which are without it.
+    # The ranges do not include this token, so its elements may be outside of them.
     a = (tl.clamp((value_of(a, C) - a_least) * inverse, 0.0, n_a - 1.0) + WHOLE) - WHOLE
     b = (tl.clamp((value_of(b, C) - b_least) * inverse, 0.0, n_b - 1.0) + WHOLE) - WHOLE
     return (a * n_b + b + WHOLE).to(tl.int32, bitcast=True).to(tl.int16), top
@@ -279,10 +291,10 @@ def _encode_first_token(
 def _pair_codes(
     a: tl.tensor, b: tl.tensor, a_least: tl.tensor, b_least: tl.tensor, inverse: tl.tensor, n_b: tl.tensor
 ) -> tl.tensor:
-    """int32, of which the lower halves are the codes of pairs. a, b: elements within their channel's range.
+    """Return int32 whose lower halves are the codes of pairs. a, b: elements within their channel's range.
 
-    (a - least) * inverse exceeds n - 1 by rounding errors at most (2^-22 of it), for the step was rounded up: there is
-    nothing to clamp. The lower half of WHOLE's bits is 0, so the lower half of the sum is as without them.
+    The step was rounded up, so (a - least) * inverse exceeds n - 1 by rounding errors at most (2^-22 of it) and needs
+    no clamp. The lower half of WHOLE's bits is 0, so these bits do not change the lower half of the result.
     """
     a = ((a - a_least) * inverse + WHOLE).to(tl.int32, bitcast=True)
     return a * n_b + ((b - b_least) * inverse + WHOLE).to(tl.int32, bitcast=True)
@@ -292,14 +304,14 @@ def _pair_codes(
 def _encode_k(
     plane: tl.tensor, head: tl.tensor, blocks: tl.tensor, slab: tl.tuple, P: tl.constexpr, C: tl.constexpr
 ) -> tl.tensor:
-    """Encode K of one layer, head and chunk, by pairs of channels. Return int32: bits of the largest magnitude.
+    """Encode K of one layer, head and chunk, by pairs of channels. Return the bits of the largest magnitude, int32.
 
     plane: pointers to base and strides, as in kvtier.kernels.device. slab: pointers to the words of codes, scales and
     raw tokens.
 
-    A thread makes the scales of other channels than those whose elements it reads, so that each scale is made once.
-    Threads pass them on through the slab, with a barrier between. The scratch, of what the slab does not keep, is where
-    codes will be: it takes 6 bytes a channel, and codes of 16 tokens have 16.
+    Each scale is computed once, so a thread computes those of other channels than it reads. Threads exchange them
+    through the slab, with barriers. The scratch has the values that the slab does not keep. It is stored where the
+    codes will be: it needs 6 bytes a channel, and the codes of a chunk's 16 tokens or more take at least 16.
     """
     codes, scale_words, raw = slab
     ROWS: tl.constexpr = C.rows // 2
@@ -320,7 +332,7 @@ def _encode_k(
     b_odd_least = tl.load(scales + 3 * WORDS + column, mask=is_column, other=0.0)
     n_b = tl.load(scale_words + 5 * WORDS + column, mask=is_column, other=0)
     even_n_b, odd_n_b = n_b & 0xFFFF, (n_b >> 16) & 0xFFFF
-    tl.debug_barrier()  # the scratch is read: from here on there are codes
+    tl.debug_barrier()  # all threads have read the scratch: codes may overwrite it
     pair = tl.arange(0, P.padded // 2)
     tl.store(codes.to(tl.pointer_type(tl.int16)) + pair, first_codes, mask=pair < P.size // 2)
     for start in tl.range(0, C.tokens, ROWS, loop_unroll_factor=_UNROLL):
@@ -341,8 +353,10 @@ def _encode_k(
 def _encode_v(
     plane: tl.tensor, head: tl.tensor, blocks: tl.tensor, slab: tl.tuple, P: tl.constexpr, C: tl.constexpr
 ) -> tl.tensor:
-    """Encode V of one layer, head and chunk, by token. slab: pointers to codes and steps, int16, and to words of raw
-    tokens. Other arguments and result as in `_encode_k`."""
+    """Encode V of one layer, head and chunk, by token. Return the bits of the largest magnitude, int32.
+
+    slab: pointers to codes and steps, int16, and to words of raw tokens. Other arguments as in `_encode_k`.
+    """
     codes, steps, raw = slab
     vectors = plane_of_head(plane, head)
     tops = tl.full((C.rows,), 0, tl.int32)
@@ -355,14 +369,14 @@ def _encode_v(
         tops = tl.maximum(tops, top)
         step = _v_step_bits(value_of(top, C))
         inverse = _inverse(step, C)[:, None, None]
-        # At most 127 * (1 + 2^-8), as bf16 rounds the step: below 127.5, so there is nothing to clamp.
+        # The step is rounded to bf16, so a quotient is at most 127 * (1 + 2^-8) < 127.5 and needs no clamp.
         low, high = floats(words, C.is_bf16)
         low, high = low * inverse + WHOLE, high * inverse + WHOLE
         pair = permuted(low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True), 0x0040, C.fast).to(tl.int16)
         place, inside = _code_places(row, P, C)
         tl.store(codes + place, pair, mask=inside)
-        # Four threads have each row's step. The first of them stores it where it is: as (rows,), Triton would pass
-        # steps on between all threads first, with barriers.
+        # Four threads have each row's step, and the first of them stores it. From a tensor of shape (rows,) Triton
+        # would first move the steps between all threads, with barriers.
         thread = tl.arange(0, 4)[:, None]
         is_step = (thread == 0) & (row[None, :] < C.tokens)
         step = tl.broadcast_to(step.to(tl.int16)[None, :], (4, C.rows))
@@ -386,12 +400,13 @@ def encode_chunks(
     C: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
-    """Grid: (heads, layers, moves): heads run fastest, so that pages are read whole while they are open in memory.
+    """Encode chunks. Grid: (heads, layers, moves): heads run fastest, so that pages are read whole while they are open
+    in memory.
 
     planes: (layers, 2, 4) int64. table: (moves, 2 + n_blocks + heads) int64: address of the slabs, first block (not
-    looked at), block ids, seeds. answers: (moves, heads + 1) int64, zeros at first: sums of slabs, and not zero where a
-    chunk is refused. slab_start: place in a slab of the first of these layers. The rest behind the last layer, up to
-    the slab's end, is summed with it.
+    used), block ids, seeds. answers: (moves, heads + 1) int64, zeros at first; the kernel adds the slabs' checksums,
+    and sets the last entry where a chunk is refused. slab_start: place of the first of these layers in a slab. The
+    bytes behind the last layer, up to the slab's end, are summed with that layer.
     """
     N_BLOCKS: tl.constexpr = C.tokens // C.block_tokens
     V_CODES: tl.constexpr = C.tokens * K.size
@@ -421,7 +436,7 @@ def encode_chunks(
 def _copy_first_token(
     vectors: tl.tuple, blocks: tl.tensor, first_token: tl.tensor, raw: tl.tensor, P: tl.constexpr
 ) -> None:
-    """Copy the chunk's first token from `raw` to the pages, unless it is before the first token to fill."""
+    """Copy the chunk's first token from `raw` to the pages, unless the tokens to fill begin behind it."""
     tl.static_assert(_RAW_TOKENS == 1)
     word = tl.arange(0, P.padded // 2)
     inside = (word < P.size // 2) & (first_token == 0)
@@ -430,8 +445,11 @@ def _copy_first_token(
 
 @triton.jit
 def _above_two23(words: tl.tensor, SELECTOR: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """fp32: 2^23 + a number below 2^16 that is one or two bytes of each word. Cheaper than a conversion to fp32.
-    SELECTOR: as in `permuted`: 7, then the bytes' numbers, filled up with 4s."""
+    """Return 2^23 + n, fp32, where n is the number in one or two bytes of each word. A byte permute makes it without a
+    conversion instruction.
+
+    SELECTOR: as in `permuted`: 7, then 4 for each byte that is zero, then the numbers of n's bytes.
+    """
     two23 = tl.full(words.shape, _TWO23_BITS, tl.int32)
     return permuted(words, two23, SELECTOR, FAST).to(tl.float32, bitcast=True)
 
@@ -446,10 +464,10 @@ def _pair_elements(
     inverse: tl.tensor,
     C: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the elements of a and of b, fp32, that the codes of pairs stand for. code: 2^23 + the code. inverse:
-    1 / n_b.
+    """Return the elements of a and of b, fp32, that the codes of pairs stand for.
 
-    All products but the first are exact, so it does not matter that they are not rounded before they are added.
+    code: 2^23 + the code. inverse: 1 / n_b. All products but the first are exact, so a fused multiplication and
+    addition gives what separate ones give.
     """
     code = code - (_TWO23 - 0.5)
     # The rounded number is a + (b + 0.5) / n_b - 0.5, at least 0.5 / n_b away from the next rounding boundary. So the
@@ -504,8 +522,10 @@ def _decode_k(
 def _v_elements(
     codes: tl.tensor, step: tl.tensor, FIRST: tl.constexpr, SECOND: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """(rows, groups, 16) fp32: elements of two codes, whose selectors are given, of each word of four, (rows, groups,
-    8). Codes are 128 too large."""
+    """Return the elements of two of the four codes in each word, (rows, groups, 16) fp32.
+
+    codes: (rows, groups, 8) words, each code with 128 added. FIRST, SECOND: selectors of `_above_two23`.
+    """
     ROWS: tl.constexpr = codes.shape[0]
     GROUPS: tl.constexpr = codes.shape[1]
     first = _above_two23(codes, FIRST, FAST) - (_TWO23 + 128.0)
@@ -523,8 +543,8 @@ def _decode_v(
     P: tl.constexpr,
     C: tl.constexpr,
 ) -> None:
-    """Decode V of one layer, head and chunk. slab: as in `_encode_v`, but codes are words of four. first_token: the
-    first one to fill."""
+    """Decode V of one layer, head and chunk. slab: as in `_encode_v`, but `codes` points to words of four codes.
+    first_token: the first one to fill."""
     codes, steps, raw = slab
     vectors = plane_of_head(plane, head)
     _copy_first_token(vectors, blocks, first_token, raw, P)
@@ -556,8 +576,8 @@ def decode_chunks(
     V: tl.constexpr,
     C: tl.constexpr,
 ) -> None:
-    """Grid: (heads, layers, moves), as in `encode_chunks`. table: (moves, 2 + n_blocks) int64: address of the slabs,
-    first block to fill, block ids."""
+    """Decode chunks. Grid: (heads, layers, moves), as in `encode_chunks`. table: (moves, 2 + n_blocks) int64: address
+    of the slabs, first block to fill, block ids."""
     V_CODES: tl.constexpr = C.tokens * K.size
     V_STEPS: tl.constexpr = C.tokens * (K.size + V.size)
     SCALES: tl.constexpr = V_STEPS + 2 * C.tokens

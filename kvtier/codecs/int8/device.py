@@ -18,20 +18,20 @@ _ELEMENTS, _TOKENS = 8, 16  # units of the sizes of heads and of chunks: vectors
 
 
 class Int8Tiling(NamedTuple):
-    """Elements of a head that a program works on at once, and its warps. registers: limit of a thread; 0: the compiler
-    chooses."""
+    """Tiling of a kernel. elements: those of a head that a program works on at once. warps: those of a program.
+    registers: limit of a thread; 0: the compiler chooses."""
 
     elements: int
     warps: int
     registers: int = 0
 
     def registers_for(self, *planes: PlaneShape) -> int | None:
-        """None where there is no limit: larger heads would spill."""
+        """Return the limit for the kernel; None for none. Above 128 elements a head's values would spill."""
         return self.registers if self.registers and all(plane.padded <= 128 for plane in planes) else None
 
 
-# benchmarks/gpu/codec_kernels.py --tune tries these. The first of each is in use; none was measured yet. With 64
-# registers, 32 warps run on an SM at once.
+# benchmarks/gpu/codec_kernels.py --tune tries these. The first of each is in use; none has been timed yet. With 64
+# registers a thread, the register file of an SM has room for 32 warps.
 ENCODE_TILINGS = (Int8Tiling(4096, 4, 64), Int8Tiling(8192, 8, 64), Int8Tiling(4096, 4), Int8Tiling(8192, 4))
 DECODE_TILINGS = (Int8Tiling(4096, 4, 64), Int8Tiling(8192, 8, 64), Int8Tiling(4096, 4), Int8Tiling(8192, 4))
 

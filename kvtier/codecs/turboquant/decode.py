@@ -1,10 +1,10 @@
 """Turboquant's decoding on the device: one launch takes codes, rotates their centroids back and fills pages.
 
 A program decodes one layer of one head of one chunk, K, then V. Centroids up to 4 bits are whole numbers of 7 bits: the
-tensor cores turn them back as int8, exactly. prmt makes them, four at a time, out of tables in two registers. Those of
-5 and 6 bits do not fit there: they are fp16, and PTX loads them from memory in the lanes that hand them to the tensor
-cores. (tl.load would move codes to a layout of its own, as in pack.py.) In what order the elements come out of either
-does not matter, as the rows of the matrix come in the same (tables.py).
+tensor cores turn them back as int8, exactly. prmt makes them, four at a time, out of tables in two registers. Centroids
+of 5 and 6 bits do not fit there: they are fp16, and PTX loads them from memory in the lanes that hand them to the
+tensor cores. (tl.load would move codes to a layout of its own, as in pack.py.) Both ways reorder a vector's elements,
+and the rows of the matrix have the same order (tables.py).
 
 P stands for a plane's PlaneCode, C for the launch's TurboquantChunkShape. Without PTX, or for head sizes that four
 lanes cannot share in whole words, centroids are looked up by tl.load.
@@ -97,7 +97,7 @@ def _permuted(codes: tl.tensor, row: tl.tensor, halves: tl.tuple, P: tl.constexp
 
 @triton.jit
 def _pairs(codes: tl.tensor, centroids: tl.tensor, P: tl.constexpr) -> tl.tensor:
-    """(..., 2) int32: the centroids of four codes, one a byte, two in each word."""
+    """Return the centroids of words of four codes, one a byte: (..., 2) int32, two fp16 centroids in each."""
     first, second = tl.inline_asm_elementwise(
         P.centroids, "=&r,=&r,r,l", [codes, centroids], (tl.int32, tl.int32), True, 1
     )
@@ -108,18 +108,18 @@ def _pairs(codes: tl.tensor, centroids: tl.tensor, P: tl.constexpr) -> tl.tensor
 def _gathered(
     codes: tl.tensor, row: tl.tensor, matrix: tl.tensor, centroids: tl.tensor, P: tl.constexpr, C: tl.constexpr
 ) -> tl.tensor:
-    """(rows, padded) fp32, as `_looked_up`: of 5 or 6 bits, by PTX.
+    """Return what `_looked_up` returns, (rows, padded) fp32, for 5 or 6 bits. PTX loads the centroids.
 
-    Four lanes share a row, as in an operand of the tensor cores, and each loads the centroids of the words of codes it
-    has: nothing moves between lanes.
+    Four lanes share a row, as in an operand of the tensor cores. Each loads the centroids of its own words of codes, so
+    nothing moves between lanes.
     """
-    WORDS: tl.constexpr = P.size // 32  # of a lane
+    WORDS: tl.constexpr = P.size // 32  # words of codes that a lane has
     UPPER: tl.constexpr = P.bits - 4
     FIELDS: tl.constexpr = 0x10101010 if UPPER == 1 else 0x30303030
     word, inside = tl.arange(0, 4 * WORDS)[None, :], row[:, None] < C.tokens
     at = tl.max_contiguous(tl.multiple_of(row[:, None] * (4 * WORDS) + word, (1, WORDS)), (1, WORDS))
     lower = tl.load(codes.to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
-    # Words of the lower plane share one of the upper: each takes other bits of its bytes.
+    # Several words of the lower plane share a word of the upper one: each uses other bits of its bytes.
     at = row[:, None] * (UPPER * WORDS) + word % (UPPER * WORDS)
     at = tl.max_contiguous(tl.multiple_of(at, (1, WORDS)), (1, WORDS))
     upper = tl.load((codes + C.tokens * P.size // 2).to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
@@ -135,7 +135,7 @@ def _gathered(
 
 @triton.jit
 def _store_first(vectors: tl.tuple, move: tl.tensor, raw: tl.tensor, first_token: tl.tensor, P: tl.constexpr) -> None:
-    """Copy the chunk's first token, if its block is wanted: once, not by a choice in each tile."""
+    """Copy the chunk's first token, if its block is wanted. It is copied once, so that no tile needs a select."""
     tl.static_assert(_RAW_TOKENS == 1)
     base, block_stride, _ = vectors
     word = tl.arange(0, P.padded // 2)

@@ -45,14 +45,15 @@ class TurboquantTiling(NamedTuple):
     registers: int = 0
 
     def registers_for(self, k: PlaneCode, v: PlaneCode) -> int | None:
-        """None where there is no limit: larger vectors do not fit into it, nor do padded ones of more than 4 bits."""
+        """Return the limit for the kernel; None for none. Vectors above 128 elements, and padded ones of more than 4
+        bits, would spill."""
         is_small = all(code.padded <= 128 and (code.bits <= 4 or code.padded == code.size) for code in (k, v))
         return self.registers if is_small and self.registers else None
 
 
 # benchmarks/gpu/codec_kernels.py --tune tries all of these. The first of each is in use; none was measured with version
-# 3 of the format, which takes K's rotary embedding off. With fewer registers the kernels spill; with 168 an SM holds
-# three programs of 4 warps, with 128 four.
+# 3 of the format, which takes K's rotary embedding off. With fewer registers the kernels spill. The register file of an
+# SM has room for three programs of 4 warps with 168 registers a thread, and for four with 128.
 ENCODE_TILINGS = tuple(TurboquantTiling(*each) for each in ((32, 4, 128), (32, 4, 168), (64, 8, 128), (32, 4, 96)))
 WHOLE_TILING = TurboquantTiling(64, 4, 128)  # of the encoding that is not by warps
 DECODE_TILINGS = tuple(TurboquantTiling(*each) for each in ((64, 4, 168), (64, 4), (64, 4, 128), (32, 2)))

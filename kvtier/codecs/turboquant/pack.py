@@ -3,8 +3,8 @@
 A code is a curve's value, rounded (kvtier.codecs.turboquant.buckets): up to 4 bits in fp16, two elements at a time,
 without a comparison. Four codes are four bytes of a word, and fields of some words become one by shifts.
 
-The squares of more than 16 centroids are loaded from a table by PTX, in the lane that has the code. tl.load would move
-codes to a layout of its own, and squares back, through shared memory: 35 barriers a tile.
+With more than 16 centroids PTX loads their squares from a table, in the lane that has the code. tl.load would move
+codes to a layout of its own, and squares back, through shared memory: as compiled, with 35 to 37 barriers a tile.
 
 P stands for a plane's PlaneCode, C for the launch's TurboquantChunkShape (kvtier.codecs.turboquant.tables). Where
 C.fast is not set, codes are counted by thresholds, as the reference does, without PTX, for the interpreter.
@@ -51,7 +51,7 @@ def _codes_in_words(low: tl.tensor, high: tl.tensor, normal: tl.tensor, P: tl.co
 
 @triton.jit
 def _on_curve(v: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> tl.tensor:
-    """int32 of v in [0, 1], fp32; the lower byte is the code."""
+    """Return int32 whose lowest byte is the code of v, fp32 in [0, 1]. The second byte is 0."""
     value = tl.full(v.shape, P.coefficients[len(P.coefficients) - 1], tl.float32)
     for number in tl.static_range(1, len(P.coefficients)):
         coefficient = tl.full(v.shape, P.coefficients[len(P.coefficients) - 1 - number], tl.float32)
@@ -129,7 +129,8 @@ def _store_nibbles(nibbles: tl.tensor, row: tl.tensor, plane: tl.tensor, P: tl.c
 def _store_upper(
     nibbles: tl.tensor, row: tl.tensor, plane: tl.tensor, WIDTH: tl.constexpr, P: tl.constexpr, C: tl.constexpr
 ) -> None:
-    """Store the upper 1 or 2 bits each, as `_store_nibbles`. Two lanes have a word's single bits: their sum is it."""
+    """Store the upper 1 or 2 bits of each code, as `_store_nibbles` does the lower 4. Two lanes have the single bits of
+    a word: the word is their sum."""
     N: tl.constexpr = P.padded // 32
     if WIDTH == 2:
         _store_twos(_upper_upon_lower(nibbles, 4).reshape(C.rows, 2 * N), row, plane, 0, 2 * N, C)

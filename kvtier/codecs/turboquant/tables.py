@@ -20,8 +20,8 @@ class PlaneCode(NamedTuple):
     size: elements of a vector; padded: of one in a tile. is_k: a mean is taken off, is_turned: and before it the
     rotary embedding. thresholds, coefficients: as in kvtier.codecs.turboquant.buckets. curve: PTX that makes codes of
     two elements, up to 4 bits. energy: PTX that sums the squares of the centroids of a word's codes. least: the square
-    of the first centroid. centroids: PTX that makes the centroids of a word's codes; "" where there is none. permuted:
-    whether it does so out of registers, of two codes a byte; else it loads those of one a byte.
+    of the first centroid. centroids: PTX that makes the centroids of a word's codes; "" where tl.load does. permuted:
+    this PTX takes two codes a byte and permutes registers; else it takes one code a byte and loads from memory.
     """
 
     size: int
@@ -63,7 +63,7 @@ def plane_code(size: int, bits: int, is_k: bool, is_turned: bool, fast: bool) ->
     book = CODEBOOKS[bits]
     is_small = bits == 4
     permuted = fast and is_small and size % 32 == 0  # bytes are taken four at a time
-    gathered = fast and not is_small and size in (64, 128, 256)  # four lanes have a power of two of words each
+    gathered = fast and not is_small and size in (64, 128, 256)  # each of four lanes has 2, 4 or 8 words
     return PlaneCode(
         size,
         padded_size(size),
@@ -194,7 +194,8 @@ def _energy_ptx(centroids: tuple[int, ...]) -> str:
 
 
 def _loaded_energy_ptx() -> str:
-    """PTX of four codes, one a byte ($1), and the address of `squares` ($2), to the sum of their centroids' ($0)."""
+    """Return PTX that sums the squares of four codes' centroids ($0). $1: the codes, one a byte. $2: address of
+    `squares`."""
     lines = [
         ".reg .b32 c, x, y, z;",
         ".reg .b64 a;",
@@ -219,8 +220,8 @@ def _permuted_places(code: PlaneCode) -> npt.NDArray[np.int64]:
 
 
 def _gathered_places(size: int) -> npt.NDArray[np.int64]:
-    """(size,): the element at each place of the operand that `decode._gathered` makes."""
-    n_words = size // 32  # of a lane
+    """Return the element at each place of the operand that `decode._gathered` makes, (size,)."""
+    n_words = size // 32  # words of codes that a lane has
     word, pair, half, lane, side = np.unravel_index(np.arange(size), (n_words, 2, 2, 4, 2))
     return half * (size // 2) + (lane * n_words + word) * 4 + pair * 2 + side
 
@@ -248,7 +249,8 @@ def _centroid_ptx(centroids: tuple[int, ...]) -> str:
 
 
 def _loaded_centroid_ptx() -> str:
-    """PTX of four codes, one a byte ($2), and the address of `signed_centroids` ($3), to four fp16 in $0 and $1."""
+    """Return PTX that loads the centroids of four codes, fp16 ($0, $1). $2: the codes, one a byte. $3: address of
+    `signed_centroids`."""
     lines = [
         ".reg .b32 c, x, y;",
         ".reg .b64 a;",
@@ -260,9 +262,9 @@ def _loaded_centroid_ptx() -> str:
 
 
 def _loads(kind: str, codes: str, table: str, targets: Sequence[str]) -> list[str]:
-    """PTX that loads the entries of a table at four codes, one a byte, by way of the registers c and a.
+    """Return PTX that loads the entries of a table at four codes, one a byte. It uses the registers c and a.
 
-    kind: of the entries, b32 or u16.
+    kind: type of the entries, b32 or u16.
     """
     lines = []
     for byte, target in enumerate(targets):

@@ -1,10 +1,10 @@
-"""The rotation for short vectors: by warps that do not wait for each other.
+"""Rotation of vectors of 64 and 128 elements by warps that do not wait for each other.
 
 A warp's tile is 8 rows, or a multiple. The rotation of 64 or 128 elements is one of order 16, over those four of the
 bits of an element's index that are within a group's half of four lanes, and sums and differences over the others,
-which a thread has by itself. So the matrix is a few registers, and nothing passes through shared memory. A dot's first
-dimension are the warps: Triton gives each its own part, and takes the tensor cores' instructions of one warp (wgmma
-would be one of four, which wait for each other).
+which a thread has by itself. So the matrix is a few registers, and nothing passes through shared memory. The first
+dimension of a dot is the warps: Triton gives each its own part, and takes the tensor cores' instructions of one warp
+(wgmma would be one of four, which wait for each other).
 
 P stands for a plane's PlaneCode, C for the launch's TurboquantChunkShape (kvtier.codecs.turboquant.tables); numbers
 and units are those of whole.py.
