@@ -325,7 +325,7 @@ def under_load() -> Lines:
         lines += [
             *([""] if number else []),
             f"**Loads at once** (`run_h200.sh under-load`, vLLM {result['versions']['vllm']}, {source(result)}; 8B "
-            f"from tmpfs; milliseconds to first tokens{'; again: last, in the same process' if number else ''}):",
+            f"from tmpfs; milliseconds to first tokens{'; again: last, of two more loads' if number else ''}):",
             *rows(["loads", "system", "median", "last", "last, all in vLLM's own cache", "of PCIe", "again"], cells),
         ]
     return lines

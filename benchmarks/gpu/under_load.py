@@ -165,8 +165,8 @@ def save_burst(engine: MeasuredEngine, kind: str, count: int, n_tokens: int) -> 
 
 
 def compute_bursts(engine: MeasuredEngine, *lengths: int) -> Found:
-    """Compute four prompts of each length at once: what CUDA and cuBLAS load at the first step of a size is no time of
-    loads."""
+    """Compute four prompts of each length at once, three times. CUDA and cuBLAS load code at the first step of a size:
+    the timed loads must not include that."""
     found: Found = {}
     for n_tokens in lengths:
         found[str(n_tokens)] = [
@@ -179,8 +179,8 @@ def compute_bursts(engine: MeasuredEngine, *lengths: int) -> Found:
 def load_burst(engine: MeasuredEngine, kind: str, count: int, n_tokens: int, repetitions: int) -> Found:
     """Ask `count` stored prompts at once, for one token each, and again while vLLM's own cache has them.
 
-    `resident`: times of the second asking, which the engine itself needs. `again`: further loads, after the engine has
-    forgotten the prompts.
+    `resident`: times of the second request of each prompt, which the engine itself needs. `again`: further loads, after
+    the engine has dropped the prompts from its cache.
     """
     runs: list[Found] = []
     resident: Found = {}

@@ -192,7 +192,7 @@ def second_round(best: EngineChoice, ask: Ask, cache_bytes: int) -> tuple[Engine
     processors = os.cpu_count() or 1
     on_host = ask.in_memory and ask.target.ordinal is None
     threads: tuple[int, ...] = (2, processors, 2 * processors) if on_host else (8, 16, 24, 32)
-    if ask.in_memory and not on_host:  # its threads copy, and one on each processor would leave the engine none
+    if ask.in_memory and not on_host:  # its threads copy: one on each processor would leave the engine none
         threads = tuple(n for n in threads if n <= device_threads(ask.ranks))
     elif ask.ranks > 1:  # one rank measures alone, but all read at once
         threads = tuple(n for n in threads if n <= max(device_threads(ask.ranks), processors // ask.ranks))
