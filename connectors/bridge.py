@@ -383,6 +383,11 @@ class WorkerBridge:
         saves, self._saves = self._saves, []
         return saves
 
+    @property
+    def are_all_answered(self) -> bool:
+        """Return True while no save or load is under way."""
+        return self._transfer.are_all_answered
+
     def take_timings(self) -> list[tuple[int, float]]:
         """Return (tokens, seconds) of the loads since the last take."""
         timings, self._timings = self._timings, []

@@ -120,12 +120,13 @@ class WorkerHalf:
         if self._bridge is None:
             return None
         cost, self._cost = self._cost, None
+        saves, timings = self._bridge.take_saves(), self._bridge.take_timings()
         figures, now = None, time.monotonic()
-        if self._figures is not None and now >= self._figures_due_s:
+        is_last = bool(saves or timings) and self._bridge.are_all_answered  # no step may follow
+        if self._figures is not None and (is_last or now >= self._figures_due_s):
             self._figures_due_s = now + FIGURES_INTERVAL_S
             with self._faults.contained("reporting"):
                 figures = self._figures()
-        saves, timings = self._bridge.take_saves(), self._bridge.take_timings()
         report = ReportMetadata(saves, timings, cost, figures, self._forwards.has_failed)
         return report if report != ReportMetadata([]) else None
 

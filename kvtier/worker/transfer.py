@@ -80,6 +80,11 @@ class Transfer:
     def metrics(self) -> Metrics:
         return self._worker.metrics
 
+    @property
+    def are_all_answered(self) -> bool:
+        """Return True while no save or load is under way."""
+        return not (self._saver.staged or self._loader.is_busy())
+
     def figures(self, counters: Mapping[str, float]) -> RankFigures:
         """Return the report of this rank, with `counters`."""
         worker = self._worker

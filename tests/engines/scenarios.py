@@ -15,8 +15,6 @@ from failed_forward_scenario import failed_forward  # noqa: F401
 from shared_scenario import shared_prefix  # noqa: F401
 from vllm import PoolingParams, SamplingParams
 
-from kvtier.connectors.vllm.worker import FIGURES_INTERVAL_S
-
 VOCABULARY = range(3, 512)
 MIXED_LENGTHS = (640, 65, 128, 200, 64, 512, 896, 63, 1, 30, 129, 777)
 """Exact multiples of a chunk, one token beside them, shorter than a chunk, and longer than a step."""
@@ -268,8 +266,6 @@ def stats(engine: Engine) -> dict[str, Any]:
     engine.forget()
     engine.ask([prompt])
     engine.settle()
-    time.sleep(FIGURES_INTERVAL_S)
-    engine.ask([prompt[:8]], 2)  # a step that takes the last numbers along
     after = engine.prometheus()
     store = engine.scheduler_half._store
     report = store.reporter.report(time.time(), store.namespace_id)
