@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import vllm
@@ -328,4 +329,6 @@ def _about(vllm_config: Any, ranks: int) -> About:
     """Describe this engine for `stats` and the admin service."""
     model = vllm_config.model_config
     label = getattr(model, "served_model_name", None) or model.model
-    return About(ranks, "vllm", vllm.__version__, str(label), str(model.tokenizer), platform.device_name())
+    folder = Path(str(model.tokenizer))  # others read the report in other working directories
+    tokenizer = folder.resolve() if folder.is_dir() else model.tokenizer
+    return About(ranks, "vllm", vllm.__version__, str(label), str(tokenizer), platform.device_name())

@@ -11,7 +11,7 @@ import torch
 
 from kvtier.build import codec_of
 from kvtier.config.settings import Settings
-from kvtier.connectors.vllm import kv_dtypes, namespace
+from kvtier.connectors.vllm import kv_dtypes, namespace, scheduler
 from kvtier.connectors.vllm.platform import Packing
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Extent
@@ -283,3 +283,12 @@ def test_files_of_another_hub_are_not_looked_for_in_the_cache(folder: Path, monk
 )
 def test_names_of_kv_dtypes(configured: str, stored: torch.dtype, name: str) -> None:
     assert kv_dtypes.cache_dtype_name(configured, stored) == name
+
+
+def test_reports_name_a_folder_with_a_tokenizer_wherever_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model_folder(tmp_path / "models/one").parent)
+    for name, reported in (("one", str(tmp_path / "models/one")), ("org/one", "org/one")):
+        config = SimpleNamespace(model_config=SimpleNamespace(tokenizer=name, model=name, served_model_name=None))
+        assert scheduler._about(config, 1).tokenizer == reported
