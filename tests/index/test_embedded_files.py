@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import lmdb
 import pytest
@@ -252,6 +253,23 @@ def test_a_full_disk_ends_no_process_that_opens_it_or_reads(folder: Path, monkey
         IndexUnavailable, match="No space left on device; records are added while its disk has 16 MiB free"
     ):
         LmdbIndex(str(folder), MAP_BYTES)
+
+
+@pytest.mark.parametrize(("n_free", "named"), [(0, True), (4096, False)])
+def test_a_write_that_a_full_disk_cut_short_names_the_disk(
+    folder: Path, n_free: int, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB calls it an input/output error."""
+    index = open_filled(folder)
+
+    def fail(view: object) -> None:
+        raise lmdb.Error(f"mdb_txn_commit: {os.strerror(errno.EIO)}")
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=n_free))
+    with pytest.raises(IndexUnavailable) as raised:
+        index._shared.write(fail)
+    assert ("records are added while its disk has 16 MiB free" in str(raised.value)) == named
+    index.close()
 
 
 def test_a_process_with_the_same_id_is_refused_where_lmdb_can_be_given_no_other(folder: Path) -> None:

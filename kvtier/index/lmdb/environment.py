@@ -25,6 +25,7 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -289,6 +290,9 @@ class SharedEnvironment:
         if opened is not None and isinstance(error, _BROKEN):
             self._discard(opened)
         is_full = isinstance(error, OSError) and error.errno in FULL
+        if isinstance(error, lmdb.Error) and os.strerror(errno.EIO) in str(error):
+            with contextlib.suppress(OSError):  # LMDB says so of a write that a full disk cut short, too
+                is_full = not shutil.disk_usage(self.path).free
         fix = f"; records are added while its disk has {RESERVE_BYTES >> 20} MiB free" if is_full else ""
         return IndexUnavailable(f"index {self.path}: {error}{fix}")
 
