@@ -59,7 +59,7 @@ def test_what_was_refused_until_the_requests_had_ended_is_saved_from_their_block
 
 
 def test_nothing_is_saved_from_blocks_that_others_have_by_then(scarce: dict[str, Any]) -> None:
-    """What was refused is saved while vLLM's cache has it, and dropped, as the tail of its prompt, when it has not."""
+    """A refused chunk is saved while vLLM's cache has its blocks. After that the tail of its prompt is dropped."""
     burst = scarce["short_burst"]
     assert burst["counters"][names.SKIPPED_QUEUE_FULL] and burst["counters"][names.SAVED_LATER]
     assert all(burst["same_tokens"])
