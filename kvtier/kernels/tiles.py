@@ -121,6 +121,17 @@ def load_words(
 
 
 @triton.jit
+def copy_first_token(
+    vectors: tl.tuple, blocks: tl.tensor, first_token: tl.tensor, raw: tl.tensor, P: tl.constexpr
+) -> None:
+    """Copy a chunk's first token from `raw`, words of the slab, to the pages, unless it is before `first_token`, the
+    first token to fill. It is copied once, so that no tile needs a select."""
+    word = tl.arange(0, P.padded // 2)
+    wanted = (word < P.size // 2) & (first_token == 0)
+    tl.store(vectors[0] + tl.load(blocks) * vectors[1] + word, tl.load(raw + word, mask=wanted, other=0), mask=wanted)
+
+
+@triton.jit
 def permuted(x: tl.tensor, y: tl.tensor, SELECTOR: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Return int32 words of four bytes of x and y, int32, like the instruction prmt.
 

@@ -23,6 +23,7 @@ from kvtier.codecs.int8.codec import CODE_UNIT, ELEMENT_MAX, PAIR_CODES, RATIO_M
 from kvtier.kernels.device_part_sum import answer_layer
 from kvtier.kernels.tiles import (
     WHOLE,
+    copy_first_token,
     floats,
     fused,
     largest,
@@ -152,27 +153,18 @@ def _ordered(half: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _lesser(x: tl.tensor, y: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """Return words of the lesser elements of x and y; NaN where either element is NaN."""
+def _extreme(x: tl.tensor, y: tl.tensor, MOST: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+    """Return words of the greater elements of x and y, or of the lesser ones; NaN where either element is NaN."""
     if C.fast:
-        ASM: tl.constexpr = _LEAST_BF16 if C.is_bf16 else _LEAST_FP16
+        LEAST_ASM: tl.constexpr = _LEAST_BF16 if C.is_bf16 else _LEAST_FP16
+        MOST_ASM: tl.constexpr = _MOST_BF16 if C.is_bf16 else _MOST_FP16
+        ASM: tl.constexpr = MOST_ASM if MOST else LEAST_ASM
         word = tl.inline_asm_elementwise(ASM, "=r,r,r", [x, y], tl.int32, True, 1)
     else:
-        low = tl.minimum(_ordered((x << 16) >> 16), _ordered((y << 16) >> 16))
-        high = tl.minimum(_ordered(x >> 16), _ordered(y >> 16))
-        word = permuted(_ordered(low), _ordered(high), 0x5410, False)
-    return word
-
-
-@triton.jit
-def _greater(x: tl.tensor, y: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """Return words of the greater elements of x and y; NaN where either element is NaN."""
-    if C.fast:
-        ASM: tl.constexpr = _MOST_BF16 if C.is_bf16 else _MOST_FP16
-        word = tl.inline_asm_elementwise(ASM, "=r,r,r", [x, y], tl.int32, True, 1)
-    else:
-        low = tl.maximum(_ordered((x << 16) >> 16), _ordered((y << 16) >> 16))
-        high = tl.maximum(_ordered(x >> 16), _ordered(y >> 16))
+        x_low, y_low = _ordered((x << 16) >> 16), _ordered((y << 16) >> 16)
+        x_high, y_high = _ordered(x >> 16), _ordered(y >> 16)
+        low = tl.maximum(x_low, y_low) if MOST else tl.minimum(x_low, y_low)
+        high = tl.maximum(x_high, y_high) if MOST else tl.minimum(x_high, y_high)
         word = permuted(_ordered(low), _ordered(high), 0x5410, False)
     return word
 
@@ -222,8 +214,8 @@ def _find_ranges(
         # not change the ranges.
         counted = tl.minimum(tl.maximum(start + row, _RAW_TOKENS), C.tokens - 1)
         a, b = _load_pairs(vectors, blocks, counted, P, C, "evict_last")
-        a_least, a_most = _lesser(a_least, a, C), _greater(a_most, a, C)
-        b_least, b_most = _lesser(b_least, b, C), _greater(b_most, b, C)
+        a_least, a_most = _extreme(a_least, a, False, C), _extreme(a_most, a, True, C)
+        b_least, b_most = _extreme(b_least, b, False, C), _extreme(b_most, b, True, C)
     top = tl.maximum(_top(a_least, a_most), _top(b_least, b_most))
     top = tl.reduce(tl.reduce(top, 1, _elementwise_max), 0, _elementwise_max)
     _store_ranges(scales, scratch, a_least, a_most, P, C)
@@ -433,17 +425,6 @@ def encode_chunks(
 
 
 @triton.jit
-def _copy_first_token(
-    vectors: tl.tuple, blocks: tl.tensor, first_token: tl.tensor, raw: tl.tensor, P: tl.constexpr
-) -> None:
-    """Copy the chunk's first token from `raw` to the pages, unless the tokens to fill begin behind it."""
-    tl.static_assert(_RAW_TOKENS == 1)
-    word = tl.arange(0, P.padded // 2)
-    inside = (word < P.size // 2) & (first_token == 0)
-    tl.store(vectors[0] + tl.load(blocks) * vectors[1] + word, tl.load(raw + word, mask=inside, other=0), mask=inside)
-
-
-@triton.jit
 def _above_two23(words: tl.tensor, SELECTOR: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Return 2^23 + n, fp32, where n is the number in one or two bytes of each word. A byte permute makes it without a
     conversion instruction.
@@ -502,7 +483,8 @@ def _decode_k(
     even_n_b, odd_n_b = (n_b & 0xFFFF).to(tl.float32), ((n_b >> 16) & 0xFFFF).to(tl.float32)
     one = tl.full(even_n_b.shape, 1.0, tl.float32)
     even_inverse, odd_inverse = quotient(one, even_n_b, C.fast), quotient(one, odd_n_b, C.fast)
-    _copy_first_token(vectors, blocks, first_token, raw, P)
+    tl.static_assert(_RAW_TOKENS == 1)
+    copy_first_token(vectors, blocks, first_token, raw, P)
     for start in range(first_token // ROWS * ROWS, C.tokens, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
         inside = row < C.tokens
@@ -547,7 +529,8 @@ def _decode_v(
     first_token: the first one to fill."""
     codes, steps, raw = slab
     vectors = plane_of_head(plane, head)
-    _copy_first_token(vectors, blocks, first_token, raw, P)
+    tl.static_assert(_RAW_TOKENS == 1)
+    copy_first_token(vectors, blocks, first_token, raw, P)
     column = tl.arange(0, P.padded // 32)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     for start in range(first_token // C.rows * C.rows, C.tokens, C.rows):
         row = start + tl.arange(0, C.rows)

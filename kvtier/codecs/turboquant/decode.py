@@ -20,6 +20,7 @@ import triton.language as tl
 from kvtier.codecs.turboquant.layout import RAW_TOKENS
 from kvtier.codecs.turboquant.mean import turned
 from kvtier.kernels.tiles import (
+    copy_first_token,
     floats,
     fused,
     in_order,
@@ -134,16 +135,6 @@ def _gathered(
 
 
 @triton.jit
-def _store_first(vectors: tl.tuple, move: tl.tensor, raw: tl.tensor, first_token: tl.tensor, P: tl.constexpr) -> None:
-    """Copy the chunk's first token, if its block is wanted. It is copied once, so that no tile needs a select."""
-    tl.static_assert(_RAW_TOKENS == 1)
-    base, block_stride, _ = vectors
-    word = tl.arange(0, P.padded // 2)
-    wanted = (word < P.size // 2) & (first_token == 0)
-    tl.store(base + tl.load(move + 2) * block_stride + word, tl.load(raw + word, mask=wanted, other=0), mask=wanted)
-
-
-@triton.jit
 def _decode_plane(
     plane: tl.tensor,
     head: tl.tensor,
@@ -166,7 +157,8 @@ def _decode_plane(
         whole = tl.load(matrix + place[:, None] * P.padded + place[None, :])
     first_token = tl.load(move + 1).to(tl.int32) * C.block_tokens
     vectors = plane_of_head(plane, head)
-    _store_first(vectors, move, raw, first_token, P)
+    tl.static_assert(_RAW_TOKENS == 1)
+    copy_first_token(vectors, move + 2, first_token, raw, P)
     for start in range(first_token // ROWS * ROWS, C.tokens, ROWS):
         row = start + tl.arange(0, ROWS)
         if P.permuted:
