@@ -125,8 +125,8 @@ class EngineSetup:
         }
 
     def run(self, name: str, system: str, steps: Steps, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Run one engine and return {step: its result}. extra: more settings of kvtier. Raise EngineFailed."""
-        job = self.job(system, self.folder, self.extra | (extra or {}) if system == "kvtier" else {})
+        """Run one engine and return {step: its result}. extra: more settings of the system. Raise EngineFailed."""
+        job = self.job(system, self.folder, (self.extra if system == "kvtier" else {}) | (extra or {}))
         return self.run_job(name, job | {"steps": steps})
 
     def run_watched(self, name: str, steps: Steps, llm: dict[str, Any] | None = None) -> dict[str, Any]:

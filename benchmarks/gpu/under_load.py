@@ -5,7 +5,8 @@
 For each system one process computes and saves bursts (32 x 6,144 tokens, whose durable rate is compared with direct
 writes over several files; 16 x 12,000, 64 x 4,000, one prefix of 8,000), and a fresh one loads each burst at once,
 three times, then the 16 prompts beside 16 requests that decode. Rates are shares of what pinned copies, direct reads
-and direct writes reach in the same run.
+and direct writes reach in the same run. --host-gib has one process store each burst and load it from host memory, of
+which each system has so much.
 
 The engine's core has a process of its own, which is vLLM's default, so it begins with the first requests of a burst
 while it receives the others. A token's time is the one at which the core emitted it, from vLLM's own metrics.
@@ -26,7 +27,7 @@ from benchmarks.gpu.ceilings import THREADS, copies, direct_writes, read_rate
 from benchmarks.gpu.engine import NO_TIER, MeasuredEngine, grown, parameters
 from benchmarks.gpu.models import prompt
 from benchmarks.gpu.sampler import GrowthWatch
-from benchmarks.gpu.setup import EngineSetup, add_timed_engine, parser
+from benchmarks.gpu.setup import EngineSetup, Steps, add_timed_engine, parser
 from benchmarks.gpu.systems import OWN_PROCESS, stored_bytes
 from benchmarks.report import ms
 
@@ -87,6 +88,35 @@ def measure(
     )
     setup.clear(system)
     return {"stored": stored, "loaded": loaded}
+
+
+def measure_warm(
+    setup: EngineSetup, system: str, kinds: list[str], shapes: dict[str, tuple[int, int]], host_bytes: int
+) -> dict[str, Any]:
+    """Run one process of a system that has `host_bytes` of host memory and loads the bursts that it has stored."""
+    extra = {"kvtier": {"host": {"arena_bytes": host_bytes}}, "native": {"cpu_bytes_to_use": host_bytes}}
+    lengths = [shapes["shared"][1]] if setup.kind == "tiny" else WARM_TOKENS
+    steps: Steps = [["compute_bursts", *lengths]]
+    for kind in kinds:
+        steps += [["save_burst", kind, *shapes[kind]], ["load_burst", kind, *shapes[kind], REPETITIONS]]
+    setup.clear(system)
+    found = setup.run(f"warm-{system}", system, steps, extra[system])
+    setup.clear(system)
+    return found
+
+
+def warm_rows_of(
+    system: str, found: dict[str, Any], limits: dict[str, float], token_bytes: int
+) -> list[tuple[str, ...]]:
+    """Return rows of a table as `rows_of` does, of `measure_warm`: each of the loads."""
+    rows = []
+    for name, one in found.items():
+        for load in [one, *one["again"]] if name.startswith("load_burst") else ():
+            rate = load["hit_tokens"] * token_bytes / load["last_first_token_s"]
+            share = f"{rate / limits.get('h2d_bytes_s', rate):.0%}"
+            times = f"{ms(load['median_first_token_s'])} / {ms(load['last_first_token_s'])}"
+            rows.append((system, f"{name}: median / last, ms", times, share))
+    return rows
 
 
 def rows_of(system: str, found: dict[str, Any], limits: dict[str, float], token_bytes: int) -> list[tuple[str, ...]]:
@@ -306,6 +336,7 @@ def main() -> int:
     add_timed_engine(made, 0.8)
     made.add_argument("--systems", default="kvtier,native", help="separated by commas")
     made.add_argument("--kinds", default="save,long,short", help="bursts, long among them; they take 86 GB in all")
+    made.add_argument("--host-gib", type=int, help="load what the same process stored, from so much host memory")
     options = made.parse_args()
     setup = replace(EngineSetup.timed(options), environment=OWN_PROCESS)
     shapes = TINY_SHAPES if options.tiny else SHAPES
@@ -314,10 +345,16 @@ def main() -> int:
     content: dict[str, Any] = {"folder": str(setup.folder), "model": setup.kind, "tp": options.tp, "shapes": shapes}
     content |= {"ceilings": limits, "systems": {}}
     rows: list[tuple[str, ...]] = []
+    kinds, host = options.kinds.split(","), options.host_gib
+    content |= {"host_gib": host} if host else {}
     for system in options.systems.split(","):
-        found = content["systems"][system] = measure(setup, system, options.kinds.split(","), shapes, options.tiny)
+        if host:
+            found = measure_warm(setup, system, kinds, shapes, host << 30)
+        else:
+            found = measure(setup, system, kinds, shapes, options.tiny)
+        content["systems"][system] = found
         report.write(options.out, "bursts of saves and loads, and decoding beside them", content)
-        rows += rows_of(system, found, limits, setup.token_bytes)
+        rows += (warm_rows_of if host else rows_of)(system, found, limits, setup.token_bytes)
     report.table(("system", "measure", "value", "share"), rows)
     print("ceilings, GB/s: " + ", ".join(f"{name} {value / 1e9:.1f}" for name, value in limits.items()))
     return 0
