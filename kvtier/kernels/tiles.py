@@ -121,6 +121,13 @@ def load_words(
 
 
 @triton.jit
+def prefetch(at: tl.tensor, FAST: tl.constexpr) -> None:
+    """Start to bring lines of 128 bytes into the L2 cache, and do not wait. at: pointers into them."""
+    if FAST:
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], tl.int32, False, 1)
+
+
+@triton.jit
 def copy_first_token(
     vectors: tl.tuple, blocks: tl.tensor, first_token: tl.tensor, raw: tl.tensor, P: tl.constexpr
 ) -> None:

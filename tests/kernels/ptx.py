@@ -168,6 +168,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Words]] = {
     "mul.lo.u32": np.multiply,
     "add.u32": np.add,
     "mad.wide.u32": lambda a, b, c: a.astype(np.uint64) * b + c,
+    "prefetch.global.L2": lambda: np.uint32(0),
     "ld.global.nc.b32": _loaded(ctypes.c_uint32),
     "ld.global.nc.u16": _loaded(ctypes.c_uint16),
     **_pairs("mul.rn", np.multiply),

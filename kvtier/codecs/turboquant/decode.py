@@ -26,6 +26,7 @@ from kvtier.kernels.tiles import (
     in_order,
     operand_rows,
     plane_of_head,
+    prefetch,
     tile_columns,
     tile_rows,
     tile_words,
@@ -223,6 +224,8 @@ def decode_chunks(
     flips = signs + ((layer * page_heads + first_head + head) * WIDEST).to(tl.int64)
     first = (slab_start + tl.program_id(1) * LAYER_BYTES).to(tl.int64) + head.to(tl.int64) * slab_bytes
     start = tl.multiple_of((tl.load(move) + first).to(tl.pointer_type(tl.int8)), 16)
+    lines = tl.arange(0, triton.next_power_of_2(triton.cdiv(LAYER_BYTES, 128))) * 128
+    prefetch(start + tl.minimum(lines, LAYER_BYTES - 1), C.fast)
     scales = (start + (K_BYTES + V_BYTES)).to(tl.pointer_type(tl.float16))
     mean, raw = (start + MEAN).to(tl.pointer_type(tl.int32)), (start + RAW).to(tl.pointer_type(tl.int32))
     k_tables, v_tables = (flips, k_matrix, k_centroids, angles), (flips + WIDEST // 2, v_matrix, v_centroids, angles)
