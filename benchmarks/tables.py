@@ -332,6 +332,26 @@ def under_load() -> Lines:
 
 
 @table
+def under_load_warm() -> Lines:
+    result = read("gpu/under_load_warm")
+    cells = []
+    for name in ("load_burst", "load_burst short"):
+        for system, found in result["systems"].items():
+            loads = [found[name], *found[name]["again"]]
+            moved = found[name]["hit_tokens"] * DIMENSIONS["8b"].token_bytes() / result["ceilings"]["h2d_bytes_s"]
+            times = [[load[f"{which}_first_token_s"] for load in loads] for which in ("median", "last")]
+            shares = ", ".join(f"{moved / last:.0%}" for last in times[1])
+            label = {"native": "vLLM's tiering"}.get(system, system)
+            about = UNDER_LOAD["load_burst long" if name == "load_burst" else name]
+            cells.append([about, label, *(", ".join(map(ms, each)) for each in times), shares])
+    return [
+        f"**Loads at once from host memory** (`HOST_GIB={result['host_gib']} KINDS=long,short run_h200.sh under-load`, "
+        f"vLLM {result['versions']['vllm']}, {source(result)}; 8B; milliseconds to first tokens, three loads each):",
+        *rows(["loads", "system", "median", "last", "of PCIe"], cells),
+    ]
+
+
+@table
 def codec_kernels() -> Lines:
     result = read("gpu/codec_kernels")
     kept = [row for row in result["rows"] if row["case"].split()[0] in KL_NATS]
