@@ -50,11 +50,6 @@ CACHES = 2
 CODECS = ("int8", "k6v5", "k4v4")
 ROPE_BASE = 1e6  # of the rotary embedding that the presets of turboquant take off K
 GOALS = {"encode": 1.0, "verify+decode": 1.6}  # TB/s of each of CODECS at head size 128
-TRANSFORM_TILINGS = [
-    transform_device.TransformTiling(elements, warps, registers)
-    for elements, warps in ((8192, 8), (16384, 8), (8192, 4), (4096, 4), (4096, 8))
-    for registers in (None, 168, 128)
-]
 
 
 @cache
@@ -113,18 +108,15 @@ class CodecCase(PagesCase):
     @property
     def tilings(self) -> tuple[Any, Any]:
         """Candidates for encoding and for decoding; the first of each is in use."""
-        if self.is_transform:
-            used = transform_device.TILINGS
-            return (used.encode, *TRANSFORM_TILINGS), (used.decode, *TRANSFORM_TILINGS)
-        module = int8_device if self.codec == "int8" else turboquant_device
+        modules = {"int8": int8_device} | dict.fromkeys(PRESET_BITS, transform_device)
+        module: Any = modules.get(self.codec, turboquant_device)
         return module.ENCODE_TILINGS, module.DECODE_TILINGS
 
     def mover(self, pages: PagedKV, encode: Any = None, decode: Any = None) -> Any:
         """Return the kernels. None: the tiling that is in use."""
         pair = (encode or self.tilings[0][0], decode or self.tilings[1][0])
         if self.is_transform:
-            tilings = transform_device.TransformTilings(*pair)
-            return transform_device.CudaTransform(pages, self._coder(), self.held, self._table, tilings)
+            return transform_device.CudaTransform(pages, self._coder(), self.held, self._table, pair)
         if self.codec == "int8":
             return int8_device.CudaInt8(pages, self._coder(), self.held, *pair)
         return turboquant_device.CudaTurboquant(pages, self._coder(), self.held, *pair)

@@ -2,8 +2,10 @@
 
 import triton
 
-from kvtier.codecs.transform.chunks import TransformPlane, TransformShape, decode_chunks, encode_chunks
-from kvtier.codecs.transform.device import PLACES_MAX, TILINGS
+from kvtier.codecs.transform.decode import decode_chunks
+from kvtier.codecs.transform.device import DECODE_TILINGS, ENCODE_TILINGS, PLACES_MAX, WIDE_DECODE_TILING
+from kvtier.codecs.transform.encode import encode_chunks
+from kvtier.codecs.transform.slab import TransformPlane, TransformShape
 from tests.kernels.compile_for_hopper import compiled
 
 TABLES = ("*i32", "*i32", "*fp32", "*fp32", "*fp16", "*i32")
@@ -13,11 +15,15 @@ TYPES = {"planes": "*i64", "table": "*i64", "answers": "*i64", "tables": TABLES}
 def compile_transform(kernel: triton.JITFunction, size: int, is_bf16: bool) -> None:
     padded = 1 << (size - 1).bit_length()
     planes = [TransformPlane(size, max(32, padded // 2), padded, is_k) for is_k in (True, False)]
-    tiling = TILINGS[kernel is decode_chunks]
-    shape = TransformShape(256, 16, is_bf16, tiling.rows_of(padded), PLACES_MAX, True)
-    matrix = "*i8" if kernel is encode_chunks else "*fp16"
+    if kernel is encode_chunks:
+        tiling, least, matrix = ENCODE_TILINGS[0], 16, "*i8"
+    else:
+        tiling, matrix = WIDE_DECODE_TILING if padded > 128 else DECODE_TILINGS[0], "*fp16"
+        least = 16 * tiling.warps
+    shape = TransformShape(256, 16, is_bf16, tiling.rows_of(padded, least), tiling.warps, PLACES_MAX, True)
     types = TYPES | dict.fromkeys(("of_k", "of_v"), (matrix, "*fp32", "*i32"))
     options = {"num_warps": tiling.warps, "num_stages": 1, "enable_fp_fusion": False}
+    options |= {"maxnreg": tiling.registers} if tiling.registers else {}
     compiled(kernel, types, {"K": planes[0], "V": planes[1], "C": shape, "PAIRS": 512}, options)
 
 

@@ -59,7 +59,7 @@ def check_transform(
 ) -> None:
     """Check that the kernels encode to the bytes of the reference, refuse what it refuses, and decode to its values but
     for a rounding. Two chunks of two layers and heads, one of vectors of other magnitudes; sums are checked too."""
-    from kvtier.codecs.transform.device import CudaTransform, TransformTiling, TransformTilings
+    from kvtier.codecs.transform.device import CudaTransform, TransformTiling
 
     layers, heads, held = 2, 2, Extent(3, 2, 5, 2)
     table = read_table(make_table(folder / "table", 5, 7, *sizes), preset)
@@ -93,8 +93,8 @@ def check_transform(
     def ours(of: PagedKV) -> CudaTransform:
         if device != "cpu":
             return CudaTransform(of, coder, held, table)
-        widest = 1 << (max(sizes) - 1).bit_length()
-        return CudaTransform(of, coder, held, table, TransformTilings(*[TransformTiling(32 * widest, 1)] * 2), places=8)
+        tiling = TransformTiling(32 << (max(sizes) - 1).bit_length(), 1)
+        return CudaTransform(of, coder, held, table, (tiling, tiling), places=8)
 
     source, wanted, found = pages(True, "cpu"), moves("cpu"), moves(device)
     expected = VectorPages(source, coder, held).encode(wanted).wait()

@@ -1,14 +1,11 @@
 """The transform codec on the device: the mover of kvtier.codecs.base over one engine's pages, in Triton.
 
 Encodes to the same bytes as the reference (kvtier.codecs.transform.reference); what it decodes may differ from it by a
-rounding. All chunks, layers and heads, K and V, are one launch. The kernels' tables, of the layers and heads held:
+rounding. All chunks, layers and heads, K and V, are one launch. Both kernels take tables of the layers and heads held:
 
-    tables   bytes of a row by layer; which angles by layer; angles of tokens within a chunk and of places of chunks,
-             cosines then sines; levels, 0 where a component has no bits; sum of the bytes of a row before each layer
-    of_k     of encoding the bytes of `forward` as int8, of decoding `inverse`; of each cell floats: means and scales of
-             both halves, by component unit (0 if it is not coded), rate, c1, c3, c5 and half the number of codes, then
-             the gain's factor and units of both halves; of each cell integers: shifts of codes in the numbers of their
-             groups, levels of code 0, bits of a row before codes, first bytes and numbers of bytes of groups
+    tables      bytes of a row by layer; which angles by layer; angles of tokens within a chunk and of places of chunks;
+                levels; sum of the bytes of a row before each layer
+    of_k, of_v  of cells (kvtier.codecs.transform.tables)
 """
 
 from __future__ import annotations
@@ -19,10 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from kvtier.codecs.coded_pages import CodedPages, Group
-from kvtier.codecs.transform.chunks import TransformPlane, TransformShape, decode_chunks, encode_chunks
-from kvtier.codecs.transform.curve import CURVES
+from kvtier.codecs.transform.decode import decode_chunks
+from kvtier.codecs.transform.encode import encode_chunks
 from kvtier.codecs.transform.reference import PlaneCoder, angles
-from kvtier.codecs.transform.table import GROUP, PlaneTable, TransformTable
+from kvtier.codecs.transform.slab import TransformPlane, TransformShape
+from kvtier.codecs.transform.table import PlaneTable, TransformTable
+from kvtier.codecs.transform.tables import decode_angles, decode_levels, decode_tables, encode_tables
 from kvtier.codecs.vectors import LayerCoder
 from kvtier.format.checksum import PAIRS_PER_PAGE
 from kvtier.format.geometry import Extent
@@ -34,23 +33,25 @@ PLACES_MAX = 4096  # chunks of a prompt whose angles are kept; later ones are re
 
 
 class TransformTiling(NamedTuple):
-    """Elements of a head that a program works on at once, its warps, and the registers that a thread may have."""
+    """Tiling of a kernel. elements: those of a head that a program works on at once. warps: those of a program.
+    registers: limit of a thread; 0: the compiler chooses."""
 
     elements: int
     warps: int
-    registers: int | None = None
+    registers: int = 0
 
-    def rows_of(self, padded: int) -> int:
+    def rows_of(self, padded: int, least: int) -> int:
         """Return how many tokens a program works on. padded: components of a vector, a power of two."""
-        return max(16, self.elements // padded)
+        return max(least, self.elements // padded)
 
 
-class TransformTilings(NamedTuple):
-    encode: TransformTiling = TransformTiling(8192, 8)
-    decode: TransformTiling = TransformTiling(8192, 8, 128)
-
-
-TILINGS = TransformTilings()
+# benchmarks/gpu/codec_kernels.py --tune tries these. The first of each is in use. Those of decoding were chosen by
+# counting instructions; none of them was measured.
+ENCODE_TILINGS = tuple(TransformTiling(*each) for each in ((8192, 8), (16384, 8), (8192, 4), (4096, 4)))
+DECODE_TILINGS = tuple(
+    TransformTiling(*each) for each in ((8192, 4, 168), (8192, 4, 128), (8192, 4), (16384, 8, 128), (8192, 8, 128))
+)
+WIDE_DECODE_TILING = TransformTiling(32768, 8)  # above 128 components: others spill registers
 
 
 class CudaTransform(CodedPages):
@@ -60,109 +61,69 @@ class CudaTransform(CodedPages):
         coder: LayerCoder,
         held: Extent,
         table: TransformTable,
-        tilings: TransformTilings = TILINGS,
+        tilings: tuple[TransformTiling, TransformTiling] = (ENCODE_TILINGS[0], DECODE_TILINGS[0]),
         places: int = PLACES_MAX,
     ) -> None:
-        """Compiles for these pages, which takes some seconds. tilings, places: others only to test.
+        """Compiles for these pages, which takes some seconds. tilings: of encoding and of decoding. They and places are
+        parameters for tests and benchmarks.
 
         Raises ValueError for pages that are not bf16 or fp16, or not aligned to 16 bytes.
         """
         super().__init__(pages, coder, held)
-        device = self.device
         sizes = [plane.shape[3] for plane in pages.layers[0].planes]
         self._k, self._v = (
             TransformPlane(size, max(32, _power_of_two(size // 2)), _power_of_two(size), number == 0)
             for number, size in enumerate(sizes)
         )
+        self._make_tables(coder.tokens, held, table, places)
+        encode_tiling, decode_tiling = tilings
         widest = max(self._k.padded, self._v.padded)
-        shapes = [
-            TransformShape(coder.tokens, pages.block_tokens, self.is_bf16, tiling.rows_of(widest), places, self.is_fast)
-            for tiling in tilings
-        ]
-        layers = slice(held.first_layer, held.end_layer)
-        row_bytes = table.row_bytes[layers, 0].int()
-        unique, bases = torch.unique(table.frequencies[layers], dim=0, return_inverse=True)
-        positions = torch.arange(coder.tokens), torch.arange(places) * coder.tokens
-        turns = [torch.stack([torch.cat(angles(each, at), -1) for each in unique]) for at in positions]
-        starts = torch.cat([torch.zeros(1, dtype=torch.int32), row_bytes.cumsum(0).int()])
-        planes = [plane.of(held, torch.device("cpu")) for plane in (table.k, table.v)]
-        coders = [PlaneCoder.of(PlaneTable(*(x.flatten(0, 1) for x in plane)), table.levels) for plane in planes]
-        levels = coders[0].levels.half()
-        before = planes[0].bits.flatten(0, 1).sum(-1, keepdim=True, dtype=torch.int64) // 8
-        parts = [
-            _PlaneParts.of(self._k, coders[0], torch.zeros_like(before)),
-            _PlaneParts.of(self._v, coders[1], before),
-        ]
-        with on_device(device):
-            self._tables = tuple(x.contiguous().to(device) for x in (row_bytes, bases.int(), *turns, levels, starts))
-            self._encoding, self._decoding = (
-                [tuple(x.contiguous().to(device) for x in (part[which], part.numbers, part.whole)) for part in parts]
-                for which in (0, 1)
-            )
-        self.encode_kernel = self._kernel(encode_chunks, tilings.encode, shapes[0], {"PAIRS": PAIRS_PER_PAGE})
-        self.decode_kernel = self._kernel(decode_chunks, tilings.decode, shapes[1], {})
+        if widest > 128:
+            decode_tiling = WIDE_DECODE_TILING
+        encode_shape = self._shape(encode_tiling, encode_tiling.rows_of(widest, 16), places)
+        decode_shape = self._shape(decode_tiling, decode_tiling.rows_of(widest, 16 * decode_tiling.warps), places)
+        self.encode_kernel = self._kernel(encode_chunks, encode_tiling, encode_shape, {"PAIRS": PAIRS_PER_PAGE})
+        self.decode_kernel = self._kernel(decode_chunks, decode_tiling, decode_shape, {})
         self.prepare()
 
     def encode_arguments(self, group: Group, answers: TableAt) -> Sequence[Argument]:
         return self.planes, TableAt(0), answers, self._tables, *self._encoding, *self.place(group)
 
     def decode_arguments(self, group: Group) -> Sequence[Argument]:
-        return self.planes, TableAt(0), self._tables, *self._decoding, *self.place(group)
+        return self.planes, TableAt(0), self._decode_tables, *self._decoding, *self.place(group)
+
+    def _make_tables(self, tokens: int, held: Extent, table: TransformTable, places: int) -> None:
+        layers = slice(held.first_layer, held.end_layer)
+        row_bytes = table.row_bytes[layers, 0].int()
+        unique, bases = torch.unique(table.frequencies[layers], dim=0, return_inverse=True)
+        positions = torch.arange(tokens), torch.arange(places) * tokens
+        turns = [torch.stack([torch.cat(angles(each, at), -1) for each in unique]) for at in positions]
+        decode_turns = [decode_angles(self._k, unique, at) for at in positions]
+        starts = torch.cat([torch.zeros(1, dtype=torch.int32), row_bytes.cumsum(0).int()])
+        planes = [plane.of(held, torch.device("cpu")) for plane in (table.k, table.v)]
+        coders = [PlaneCoder.of(PlaneTable(*(x.flatten(0, 1) for x in plane)), table.levels) for plane in planes]
+        before = planes[0].bits.flatten(0, 1).sum(-1, keepdim=True, dtype=torch.int64) // 8
+        of_planes = list(zip((self._k, self._v), coders, (torch.zeros_like(before), before), strict=True))
+        levels = decode_levels(coders[0])
+        with on_device(self.device):
+            self._tables, self._decode_tables = (
+                tuple(x.contiguous().to(self.device) for x in (row_bytes, bases.int(), *each, levels, starts))
+                for each in (turns, decode_turns)
+            )
+            self._encoding, self._decoding = (
+                [tuple(tables_of(*each).to(self.device)) for each in of_planes]
+                for tables_of in (encode_tables, decode_tables)
+            )
 
     def _kernel(
         self, kernel: Any, tiling: TransformTiling, shape: TransformShape, constants: dict[str, Any]
     ) -> TableKernel:
-        constants |= {"K": self._k, "V": self._v, "C": shape, "maxnreg": tiling.registers}
+        constants |= {"K": self._k, "V": self._v, "C": shape, "maxnreg": tiling.registers or None}
         return TableKernel(kernel, constants | {"num_warps": tiling.warps, "num_stages": 1, "enable_fp_fusion": False})
 
-
-class _PlaneParts(NamedTuple):
-    """Tables of K or of V, (cells, ...). forward: int8. inverse: fp16. numbers: fp32. whole: int32."""
-
-    forward: torch.Tensor
-    inverse: torch.Tensor
-    numbers: torch.Tensor
-    whole: torch.Tensor
-
-    @classmethod
-    def of(cls, shape: TransformPlane, coder: PlaneCoder, before: torch.Tensor) -> _PlaneParts:
-        """coder: of all cells. before: (cells, 1), bytes of a row before the plane's."""
-        forward = _halved(coder.forward.to(torch.int32), shape, 1)
-        forward = _wide(forward, shape.padded)
-        low = ((forward + 128) & 255) - 128
-        limbs = torch.stack([(forward - low) >> 8, low], 1).to(torch.int8)
-        limbs = limbs.view(*limbs.shape[:2], 2, -1, shape.padded).mT
-        inverse = _wide(_halved(coder.inverse.half(), shape, 2).mT, shape.padded).mT
-        bits = coder.bits
-        halves = [_halved(x, shape, 2).flatten(1) for x in (coder.mean, coder.scale, coder.back)]
-        curves = torch.tensor(CURVES, dtype=torch.float32)[bits.flatten(1)].movedim(-1, 0)
-        columns = [x.flatten(1) for x in (coder.unit * (bits > 0), *curves.unbind(0), (1 << bits) / 2)]
-        padded = [_wide(x.float(), shape.padded) for x in columns]
-        padded[-1] = padded[-1].clamp(min=0.5)
-        counted = torch.nn.functional.pad(coder.counted.flatten(1), (0, 7))
-        numbers = torch.cat([*halves[:2], *padded, counted, halves[2]], -1)
-        groups = bits.view(len(bits), -1, GROUP)
-        ends = groups.cumsum(-1)
-        n_bytes = ends[..., -1] // 8
-        starts = n_bytes.cumsum(-1) - n_bytes + before
-        of_groups = [_wide(x, shape.padded // 8) for x in (starts, n_bytes)]
-        firsts = torch.nn.functional.pad(coder.first.flatten(1), (0, shape.padded - shape.size), value=510)
-        shifts = ends - groups
-        places = [_wide(x.flatten(1), shape.padded) for x in (shifts, 8 * starts.unsqueeze(-1) + shifts)]
-        whole = torch.cat([places[0], firsts, places[1], *of_groups], -1).int()
-        return cls(limbs, inverse, numbers, whole)
-
-
-def _halved(x: torch.Tensor, shape: TransformPlane, dim: int) -> torch.Tensor:
-    """Pad both halves of a dimension with zeros."""
-    x = x.movedim(dim, -1)
-    x = _wide(x.reshape(*x.shape[:-1], 2, -1), shape.half).flatten(-2)
-    return x.movedim(-1, dim)
-
-
-def _wide(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Pad the last dimension with zeros."""
-    return torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+    def _shape(self, tiling: TransformTiling, rows: int, places: int) -> TransformShape:
+        of_pages = self.tokens, self.block_tokens, self.is_bf16
+        return TransformShape(*of_pages, rows, tiling.warps, places, self.is_fast)
 
 
 def _power_of_two(n: int) -> int:

@@ -1,24 +1,23 @@
-"""The transform codec's encoding and decoding on the device, a launch each: from pages to slabs and sums, and back.
+"""The transform codec's encoding on the device: one launch reads pages, and writes slabs and their sums.
 
 A program does one layer of one head of one chunk: K, then V, tile after tile. Vectors are two halves, because a rotary
-embedding turns pairs of them; a transform is a product with each half. When encoding, the bytes of whole numbers are
-multiplied as int8, so that sums are exact (kvtier.codecs.transform.reference). After encoding a program reads back what
+embedding turns pairs of them; a transform is a product with each half. The bytes of whole numbers are
+multiplied as int8, so that sums are exact (kvtier.codecs.transform.reference). At the end a program reads back what
 it wrote, from the cache, and adds its part to its slab's checksum.
 
-P stands for a plane's TransformPlane, C for the launch's TransformShape, T for tables (kvtier.codecs.transform.device).
+P stands for a plane's TransformPlane, C for the launch's TransformShape (kvtier.codecs.transform.slab).
 """
 
 # mypy: disallow-untyped-decorators=False
 # Triton has no types.
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from triton.language.standard import _elementwise_max
 
 from kvtier.codecs.transform.reference import GAIN_LEAST, GAIN_MIN, POWER_UNIT, Q_EXPONENT, RAW_TOKENS, U_MAX
+from kvtier.codecs.transform.slab import layer_start, parts_of_layer
 from kvtier.kernels.device_part_sum import answer_layer
 from kvtier.kernels.tiles import WHOLE, WHOLE_BITS, fused, plane_of_head, quotient, square_root, total
 
@@ -27,26 +26,6 @@ _GAIN_LEAST, _GAIN_MIN, _POWER_UNIT, _Q_EXPONENT, _U_MAX = (
 )
 _RAW_TOKENS = tl.constexpr(RAW_TOKENS)
 _KEPT = tl.constexpr(128)  # components of the largest vectors whose matrices stay in shared memory between tiles
-
-
-class TransformPlane(NamedTuple):
-    """size: elements of a vector; half: of a half of one in a tile, padded: components of one, powers of two."""
-
-    size: int
-    half: int
-    padded: int
-    is_k: bool
-
-
-class TransformShape(NamedTuple):
-    """rows: of a tile. places: chunks of the longest prompt. fast: with PTX; the interpreter has none."""
-
-    tokens: int
-    block_tokens: int
-    is_bf16: bool
-    rows: int
-    places: int
-    fast: bool
 
 
 @triton.jit
@@ -61,20 +40,6 @@ def _elements(words: tl.tensor, C: tl.constexpr) -> tl.tensor:
         return _float(words.to(tl.int32) << 16)
     else:
         return words.to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _rounded(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """int16 of the engine's dtype, held within its finite values."""
-    if C.is_bf16:
-        x = tl.clamp(x, -3.3895313892515355e38, 3.3895313892515355e38)
-        if C.fast:
-            return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
-        else:
-            bits = x.to(tl.int32, bitcast=True)
-            return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
-    else:
-        return tl.clamp(x, -65504.0, 65504.0).to(tl.float16).to(tl.int16, bitcast=True)
 
 
 @triton.jit
@@ -95,15 +60,12 @@ def _places_of(
 
 @triton.jit
 def _turned(
-    low: tl.tensor, high: tl.tensor, angles: tl.tensor, inside: tl.tensor, IS_BACK: tl.constexpr, P: tl.constexpr
+    low: tl.tensor, high: tl.tensor, angles: tl.tensor, inside: tl.tensor, P: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Take the rotary embedding off, or put it back. angles: pointers to cosines (rows or 1, half); sines behind."""
+    """Take the rotary embedding off. angles: pointers to cosines (rows or 1, half); sines behind."""
     cosine = tl.load(angles, mask=inside, other=0.0)
     sine = tl.load(angles + P.size // 2, mask=inside, other=0.0)
-    if IS_BACK:
-        return low * cosine - high * sine, high * cosine + low * sine
-    else:
-        return low * cosine + high * sine, high * cosine - low * sine
+    return low * cosine + high * sine, high * cosine - low * sine
 
 
 @triton.jit
@@ -216,7 +178,7 @@ def _store_codes(
 ) -> None:  # fmt: skip
     """Store the codes (rows, padded) of a tile. They make a number for each group; a thread stores two bytes of it."""
     group, pair = tl.arange(0, P.padded // 8)[None, :, None], tl.arange(0, 4)[:, None, None]
-    start, n_bytes = tl.load(whole + 3 * P.padded + group), tl.load(whole + 3 * P.padded + P.padded // 8 + group)
+    start, n_bytes = tl.load(whole + P.padded + group), tl.load(whole + P.padded + P.padded // 8 + group)
     even_shift, odd_shift = _split(tl.load(whole + tl.arange(0, P.padded)[None, :]))
     even, odd = _split(code)
     pairs = (even | (odd << (odd_shift - even_shift))).to(tl.int64) << even_shift.to(tl.int64)
@@ -258,6 +220,7 @@ def _encode_plane(
     """
     forward, numbers, whole = of_head
     codes, row_bytes, gains, raw = slab
+    raw = raw.to(tl.pointer_type(tl.int16))
     vectors = plane_of_head(plane, head)
     in_page, in_slab, is_raw = _raw_places(vectors, blocks, raw, P, C)
     tl.store(in_slab, tl.load(in_page, mask=is_raw), mask=is_raw)
@@ -276,8 +239,8 @@ def _encode_plane(
         high = _elements(tl.load(at + P.size // 2, mask=inside, other=0), C)
         if P.is_k:
             within, at_place = _angles(tables, layer, place, token, column, P, C)
-            low, high = _turned(low, high, within, inside, False, P)
-            low, high = _turned(low, high, at_place, inside, False, P)
+            low, high = _turned(low, high, within, inside, P)
+            low, high = _turned(low, high, at_place, inside, P)
         low = (low - tl.load(numbers + column)) * tl.load(numbers + 2 * P.half + column)
         high = (high - tl.load(numbers + P.half + column)) * tl.load(numbers + 3 * P.half + column)
         low_bits, high_bits = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
@@ -296,91 +259,14 @@ def _encode_plane(
 
 
 @triton.jit
-def _decode_plane(
-    plane: tl.tensor,
-    head: tl.tensor,
-    blocks: tl.tensor,
-    layer: tl.tensor,
-    place: tl.tensor,
-    first_token: tl.tensor,
-    of_head: tl.tuple,
-    tables: tl.tuple,
-    slab: tl.tuple,
-    P: tl.constexpr,
-    C: tl.constexpr,
-) -> None:
-    """Decode K or V of one layer, head and chunk into pages. Arguments as of `_encode_plane`."""
-    inverse, numbers, whole = of_head
-    codes, row_bytes, gains, raw = slab
-    vectors = plane_of_head(plane, head)
-    in_page, in_slab, is_raw = _raw_places(vectors, blocks, raw, P, C)
-    is_raw &= first_token == 0
-    tl.store(in_page, tl.load(in_slab, mask=is_raw), mask=is_raw)
-    tl.store(in_page + P.size // 2, tl.load(in_slab + P.size // 2, mask=is_raw), mask=is_raw)
-    component = tl.arange(0, P.padded)[:, None]
-    first, bit = tl.load(whole + P.padded + component), tl.load(whole + 2 * P.padded + component)
-    mask = (2 * tl.load(numbers + 4 * P.half + 5 * P.padded + component)).to(tl.int32) - 1
-    matrix = inverse + tl.arange(0, P.padded)[:, None] * (2 * P.half) + tl.arange(0, P.half)[None, :]
-    to_low, to_high = tl.load(matrix), tl.load(matrix + P.half)
-    backs = numbers + 4 * P.half + 6 * P.padded + 8
-    for start in range(0, C.tokens, C.rows):
-        row = start + tl.arange(0, C.rows)
-        token = tl.minimum(row, C.tokens - 1)
-        # A code spans at most two bytes. The gains follow the last code, so the second byte is always in the slab.
-        # Triton spreads a warp's threads over the first dimension: here over components, whose bytes are neighbours.
-        of_bytes = codes + ((token * row_bytes)[None, :] + (bit >> 3))
-        two = tl.load(of_bytes).to(tl.int32) | (tl.load(of_bytes + 1).to(tl.int32) << 8)
-        values = tl.load(tables[4] + (first + ((two >> (bit & 7)) & mask))).trans(1, 0)
-        g = _float((tl.load(gains + token).to(tl.int32) + _GAIN_LEAST) << 20)[:, None]
-        at, column = _places_of(vectors, blocks, token, P, C)
-        inside = column < P.size // 2
-        if P.padded > _KEPT:
-            to_low = tl.load(matrix)
-        low = tl.load(numbers + column) + tl.dot(values, to_low) * (tl.load(backs + column) * g)
-        if P.padded > _KEPT:
-            to_high = tl.load(matrix + P.half)
-        high = tl.dot(values, to_high) * (tl.load(backs + P.half + column) * g)
-        high = tl.load(numbers + P.half + column) + high
-        if P.is_k:
-            within, at_place = _angles(tables, layer, place, token, column, P, C)
-            low, high = _turned(low, high, at_place, inside, True, P)
-            low, high = _turned(low, high, within, inside, True, P)
-        is_wanted = (row >= tl.maximum(first_token, _RAW_TOKENS)) & (row < C.tokens)
-        tl.store(at, _rounded(low, C), mask=inside & is_wanted[:, None])
-        tl.store(at + P.size // 2, _rounded(high, C), mask=inside & is_wanted[:, None])
-
-
-@triton.jit
-def _of_head(tables: tl.tuple, cell: tl.tensor, MATRICES: tl.constexpr, P: tl.constexpr) -> tl.tuple:
+def _of_head(tables: tl.tuple, cell: tl.tensor, P: tl.constexpr) -> tl.tuple:
     """A plane's tables of one layer and head, by its number among those held."""
     matrix, numbers, whole = tables
     return (
-        matrix + cell * (MATRICES * 2 * P.half * P.padded),
-        numbers + cell * (4 * P.half + 6 * P.padded + 8 + 2 * P.half),
-        whole + cell * (3 * P.padded + P.padded // 4),
+        matrix + cell * (4 * P.half * P.padded),
+        numbers + cell * (4 * P.half + 6 * P.padded + 8),
+        whole + cell * (P.padded + P.padded // 4),
     )
-
-
-@triton.jit
-def _parts(
-    start: tl.tensor, tables: tl.tuple, layer: tl.tensor, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr
-) -> tuple[tl.tuple, tl.tuple, tl.tensor]:
-    """Parts of a layer's bytes: K's, V's (see `_encode_plane`), and the position."""
-    codes = start.to(tl.pointer_type(tl.uint8))
-    row_bytes = tl.load(tables[0] + layer)
-    gains = codes + C.tokens * row_bytes
-    raw = (gains + 2 * C.tokens).to(tl.pointer_type(tl.int16))
-    of_k, of_v = (codes, row_bytes, gains, raw), (codes, row_bytes, gains + C.tokens, raw + _RAW_TOKENS * K.size)
-    return of_k, of_v, (raw + _RAW_TOKENS * (K.size + V.size)).to(tl.pointer_type(tl.int32))
-
-
-@triton.jit
-def _layer_start(tables: tl.tuple, first: tl.tensor, layer: tl.tensor, slab_start: tl.tensor, K: tl.constexpr,
-                 V: tl.constexpr, C: tl.constexpr) -> tl.tensor:  # fmt: skip
-    """Byte of a slab where a layer begins. first: the layer that begins at slab_start."""
-    rows = tl.load(tables[5] + layer) - tl.load(tables[5] + first)
-    REST: tl.constexpr = 2 * C.tokens + 2 * _RAW_TOKENS * (K.size + V.size) + 16
-    return slab_start + rows * C.tokens + (layer - first) * REST
 
 
 # Nothing is specialized on values: another chunk or rank must not mean another compilation.
@@ -418,55 +304,19 @@ def encode_chunks(
     head, layer = tl.program_id(0), page_layer + tl.program_id(1)
     move = table + tl.program_id(2).to(tl.int64) * (2 + N_BLOCKS + n_heads)
     slab = tl.load(move) + head.to(tl.int64) * slab_bytes
-    first = _layer_start(tables, page_layer, layer, slab_start, K, V, C)
-    k_slab, v_slab, places = _parts(slab + first, tables, layer, K, V, C)
+    first = layer_start(tables, page_layer, layer, slab_start, K, V, C)
+    k_slab, v_slab, places = parts_of_layer(slab + first, tables, layer, K, V, C)
     position = tl.load(move + 1)
     place = tl.minimum(position // C.tokens, C.places - 1).to(tl.int32)
     number = tl.arange(0, 4)
     tl.store(places + number, tl.where(number == 0, position.to(tl.int32), 0))
     cell = (layer * page_heads + first_head + head).to(tl.int64)
     plane, of_page = planes + layer * 8, first_head + head
-    k_head, v_head = _of_head(of_k, cell, 2, K), _of_head(of_v, cell, 2, V)
+    k_head, v_head = _of_head(of_k, cell, K), _of_head(of_v, cell, V)
     k_largest = _encode_plane(plane, of_page, move + 2, layer, place, k_head, tables, k_slab, K, C)
     v_largest = _encode_plane(plane + 4, of_page, move + 2, layer, place, v_head, tables, v_slab, V, C)
     is_sound = _float(tl.maximum(k_largest, v_largest)) < _U_MAX  # false for NaN
     is_refused = (is_sound == 0) | (position != place * C.tokens)
     tl.debug_barrier()
-    end = _layer_start(tables, page_layer, layer + 1, slab_start, K, V, C)
+    end = layer_start(tables, page_layer, layer + 1, slab_start, K, V, C)
     answer_layer(answers, slab, first, end, slab_bytes, move + 2 + N_BLOCKS + head, is_refused, PAIRS, PAIRS)
-
-
-@triton.jit(
-    do_not_specialize=(
-        "planes", "table", "page_layer", "first_head", "page_heads", "slab_start", "slab_bytes",
-    )
-)  # fmt: skip
-def decode_chunks(
-    planes: tl.tensor,
-    table: tl.tensor,
-    tables: tl.tuple,
-    of_k: tl.tuple,
-    of_v: tl.tuple,
-    page_layer: tl.tensor,
-    first_head: tl.tensor,
-    page_heads: tl.tensor,
-    slab_start: tl.tensor,
-    slab_bytes: tl.tensor,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-) -> None:
-    """Grid: (heads, layers, moves), as in `encode_chunks`. table: (moves, 2 + n_blocks) int64: address of the slabs,
-    first block to fill, block ids."""
-    head, layer = tl.program_id(0), page_layer + tl.program_id(1)
-    move = table + tl.program_id(2).to(tl.int64) * (2 + C.tokens // C.block_tokens)
-    slab = tl.load(move) + head.to(tl.int64) * slab_bytes
-    first = _layer_start(tables, page_layer, layer, slab_start, K, V, C)
-    k_slab, v_slab, places = _parts(slab + first, tables, layer, K, V, C)
-    place = tl.minimum((tl.load(places).to(tl.int64) & 0xFFFFFFFF) // C.tokens, C.places - 1).to(tl.int32)
-    first_token = tl.load(move + 1) * C.block_tokens
-    cell = (layer * page_heads + first_head + head).to(tl.int64)
-    plane, of_page = planes + layer * 8, first_head + head
-    k_head, v_head = _of_head(of_k, cell, 1, K), _of_head(of_v, cell, 1, V)
-    _decode_plane(plane, of_page, move + 2, layer, place, first_token, k_head, tables, k_slab, K, C)
-    _decode_plane(plane + 4, of_page, move + 2, layer, place, first_token, v_head, tables, v_slab, V, C)

@@ -1,0 +1,103 @@
+"""Parts of both of the transform codec's kernels: shapes, places in slabs, and tiles of halves of vectors.
+
+A tile of half a vector is (rows, groups, 16) words of two elements, as in kvtier.kernels.tiles. A rotary embedding
+turns pairs of elements, one of each half: a thread has both at the same place of two tiles.
+
+P stands for a plane's TransformPlane, C for the launch's TransformShape.
+"""
+
+# mypy: disallow-untyped-decorators=False
+# Triton has no types.
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from kvtier.codecs.transform.reference import RAW_TOKENS
+from kvtier.kernels.tiles import row_words
+
+_RAW_TOKENS = tl.constexpr(RAW_TOKENS)
+
+
+class TransformPlane(NamedTuple):
+    """size: elements of a vector; half: of a half of one in a tile, padded: components of one, powers of two."""
+
+    size: int
+    half: int
+    padded: int
+    is_k: bool
+
+
+class TransformShape(NamedTuple):
+    """rows: of a tile. places: chunks of the longest prompt. fast: with PTX; the interpreter has none."""
+
+    tokens: int
+    block_tokens: int
+    is_bf16: bool
+    rows: int
+    warps: int
+    places: int
+    fast: bool
+
+
+@triton.jit
+def half_columns(P: tl.constexpr) -> tl.tensor:
+    """Return the numbers of the words of half a vector, (1, groups, 16)."""
+    return tl.arange(0, P.half // 32)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+
+
+@triton.jit
+def half_words(
+    vectors: tl.tuple, blocks: tl.tensor, row: tl.tensor, P: tl.constexpr, C: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return pointers to the words of the first halves of tokens' vectors, (rows, groups, 16), and the mask of valid
+    ones. The second halves are P.size // 4 words behind.
+
+    vectors: plane_of_head. blocks: to the chunk's block ids. row: tokens, (rows,).
+    """
+    column = half_columns(P)
+    place = row_words(vectors, blocks, row[:, None, None], C) + column
+    place = tl.max_contiguous(tl.multiple_of(place, (1, 1, 4)), (1, 1, 4))
+    return vectors[0] + place, (row[:, None, None] < C.tokens) & (column < P.size // 4)
+
+
+@triton.jit
+def tile_angles(
+    tables: tl.tuple, layer: tl.tensor, place: tl.tensor, token: tl.tensor, P: tl.constexpr, C: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return pointers to the cosines of lower elements of words by tokens within the chunk, (rows, groups, 16), and by
+    the chunk's place, (1, groups, 16). Those of upper elements are P.half // 2 behind, sines P.half behind."""
+    base = tl.load(tables[1] + layer)
+    within = tables[2] + (base * C.tokens + token[:, None, None]) * (2 * P.half) + half_columns(P)
+    at_place = tables[3] + (base * C.places + place) * (2 * P.half) + half_columns(P)
+    # The addresses are by runs of four numbers, each run aligned to 16 bytes.
+    within = tl.max_contiguous(tl.multiple_of(within, (1, 1, 16)), (1, 1, 4))
+    at_place = tl.max_contiguous(tl.multiple_of(at_place, (1, 1, 16)), (1, 1, 4))
+    return within, at_place
+
+
+@triton.jit
+def parts_of_layer(
+    start: tl.tensor, tables: tl.tuple, layer: tl.tensor, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr
+) -> tuple[tl.tuple, tl.tuple, tl.tensor]:
+    """Return the parts of a layer's bytes, K's and V's, and the pointer to the position. Parts: codes, bytes of a row,
+    gains, words of raw elements."""
+    codes = start.to(tl.pointer_type(tl.uint8))
+    row_bytes = tl.load(tables[0] + layer)
+    gains = codes + C.tokens * row_bytes
+    raw = (gains + 2 * C.tokens).to(tl.pointer_type(tl.int32))
+    k, v = (codes, row_bytes, gains, raw), (codes, row_bytes, gains + C.tokens, raw + _RAW_TOKENS * K.size // 2)
+    return k, v, raw + _RAW_TOKENS * (K.size + V.size) // 2
+
+
+@triton.jit
+def layer_start(
+    tables: tl.tuple, first: tl.tensor, layer: tl.tensor, slab_start: tl.tensor, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return the byte of a slab where a layer begins. first: the layer that begins at slab_start."""
+    rows = tl.load(tables[5] + layer) - tl.load(tables[5] + first)
+    REST: tl.constexpr = 2 * C.tokens + 2 * _RAW_TOKENS * (K.size + V.size) + 16
+    return slab_start + rows * C.tokens + (layer - first) * REST

@@ -1,0 +1,121 @@
+"""Matrices and tables that the transform codec's kernels read, of the layers and heads held (cells).
+
+Components and elements have the order of the tensor cores' operands and results (`product_columns`): of every 8 rows
+or columns a thread has 2; with this order it has 8 neighbours.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kvtier.codecs.transform.curve import CURVES
+from kvtier.codecs.transform.reference import PlaneCoder, angles
+from kvtier.codecs.transform.slab import TransformPlane
+from kvtier.codecs.transform.table import GROUP
+from kvtier.codecs.turboquant.tables import product_columns
+
+
+class KernelTables(NamedTuple):
+    """A plane's tables for one kernel, (cells, ...). matrix: int8 or fp16. numbers: fp32. whole: int32."""
+
+    matrix: torch.Tensor
+    numbers: torch.Tensor
+    whole: torch.Tensor
+
+    def to(self, device: torch.device) -> KernelTables:
+        return KernelTables(*(x.contiguous().to(device) for x in self))
+
+
+def encode_tables(shape: TransformPlane, coder: PlaneCoder, before: torch.Tensor) -> KernelTables:
+    """Return the tables for encoding. coder: of all cells. before: (cells, 1), bytes of a row before the plane's.
+
+    matrix: both bytes of `forward`. numbers: means and scales of both halves, by component unit (0 if it is not coded),
+    rate, c1, c3, c5 and half the number of codes, then the gain's factor. whole: shifts of codes in the numbers of
+    their groups, first bytes and numbers of bytes of groups.
+    """
+    forward = _halved(coder.forward.to(torch.int32), shape, 1)
+    forward = _wide(forward, shape.padded)
+    low = ((forward + 128) & 255) - 128
+    limbs = torch.stack([(forward - low) >> 8, low], 1).to(torch.int8)
+    limbs = limbs.view(*limbs.shape[:2], 2, -1, shape.padded).mT
+    bits = coder.bits
+    halves = [_halved(x, shape, 2).flatten(1) for x in (coder.mean, coder.scale)]
+    curves = torch.tensor(CURVES, dtype=torch.float32)[bits.flatten(1)].movedim(-1, 0)
+    columns = [x.flatten(1) for x in (coder.unit * (bits > 0), *curves.unbind(0), (1 << bits) / 2)]
+    padded = [_wide(x.float(), shape.padded) for x in columns]
+    padded[-1] = padded[-1].clamp(min=0.5)
+    counted = torch.nn.functional.pad(coder.counted.flatten(1), (0, 7))
+    groups = _Groups.of(bits, before)
+    of_groups = [_wide(x, shape.padded // GROUP) for x in (groups.starts, groups.n_bytes)]
+    shifts = _wide((groups.ends - groups.bits).flatten(1), shape.padded)
+    return KernelTables(limbs, torch.cat([*halves, *padded, counted], -1), torch.cat([shifts, *of_groups], -1).int())
+
+
+def decode_tables(shape: TransformPlane, coder: PlaneCoder, before: torch.Tensor) -> KernelTables:
+    """Return the tables for decoding. Arguments as in `encode_tables`.
+
+    matrix: `inverse`. numbers: means, then units, of lower and upper elements of words, of one half and then the other.
+    whole: first bytes of groups, bits of their first four components; of the first four components of all groups
+    the factors that move codes to the top of a word, and 32 less their bits; the same of the last four.
+    """
+    rows, columns = (torch.from_numpy(product_columns(n, GROUP)) for n in (shape.padded, shape.half))
+    inverse = _wide(_halved(coder.inverse.half(), shape, 2).mT, shape.padded).mT[:, rows]
+    matrix = inverse.reshape(*inverse.shape[:2], 2, shape.half)[..., columns]
+    numbers = [_in_words(_halved(x, shape, 2)) for x in (coder.mean, coder.back)]
+    groups = _Groups.of(coder.bits, before)
+    quads = groups.bits.reshape(*groups.bits.shape[:2], 2, 4)
+    factors = torch.where(quads > 0, 1 << (32 - quads.cumsum(-1)), 0)
+    shifts = torch.where(quads > 0, 32 - quads, 0)
+    of_groups = [_wide(x, shape.padded // GROUP) for x in (groups.starts, quads[:, :, 0].sum(-1))]
+    of_quads = [_wide(x[:, :, number].flatten(1), shape.padded // 2) for number in range(2) for x in (factors, shifts)]
+    whole = torch.cat([*of_groups, *of_quads], -1).to(torch.uint32).view(torch.int32)
+    return KernelTables(matrix, torch.cat(numbers, -1), whole)
+
+
+def decode_levels(coder: PlaneCoder) -> torch.Tensor:
+    """(512,) fp16: code c of b bits is at 2^b + c. Other places have zeros."""
+    return torch.nn.functional.pad(coder.levels[:-2], (2, 0)).half()
+
+
+def decode_angles(shape: TransformPlane, frequencies: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """(layers, positions, 2, 2, words) fp32: cosines, then sines, of lower and of upper elements of words. frequencies:
+    (layers, pairs)."""
+    found = torch.stack([torch.stack(angles(each, positions), 1) for each in frequencies])
+    found = _wide(found, shape.half)
+    return found.view(*found.shape[:-1], -1, 2).mT
+
+
+class _Groups(NamedTuple):
+    """bits: of components, and ends, where the codes end in their group's number, (cells, groups, 8). starts, n_bytes:
+    first bytes in a row, and numbers of bytes, (cells, groups)."""
+
+    bits: torch.Tensor
+    ends: torch.Tensor
+    starts: torch.Tensor
+    n_bytes: torch.Tensor
+
+    @classmethod
+    def of(cls, bits: torch.Tensor, before: torch.Tensor) -> _Groups:
+        groups = bits.view(len(bits), -1, GROUP)
+        ends = groups.cumsum(-1)
+        n_bytes = ends[..., -1] // 8
+        return cls(groups, ends, n_bytes.cumsum(-1) - n_bytes + before, n_bytes)
+
+
+def _in_words(x: torch.Tensor) -> torch.Tensor:
+    """(cells, size): the even and the odd elements of both halves of vectors (cells, 1, size)."""
+    return x.view(len(x), 2, -1, 2).mT.flatten(1)
+
+
+def _halved(x: torch.Tensor, shape: TransformPlane, dim: int) -> torch.Tensor:
+    """Pad both halves of a dimension with zeros."""
+    x = x.movedim(dim, -1)
+    x = _wide(x.reshape(*x.shape[:-1], 2, -1), shape.half).flatten(-2)
+    return x.movedim(-1, dim)
+
+
+def _wide(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Pad the last dimension with zeros."""
+    return torch.nn.functional.pad(x, (0, size - x.shape[-1]))
