@@ -144,7 +144,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_check_prints_what_would_be_used(config: Path, cli: Cli) -> None:
-    lines = cli.printed("check", str(config)).splitlines()
+    verdict, *lines = cli.printed("check", str(config)).splitlines()
+    assert verdict == "ok: an engine would start (its model was not checked: add --model DIR)"
     assert lines[0].startswith("root: ") and lines[1:3] == ["capacity_bytes: 4294967296 (4.0 GiB)", "io.threads: 3"]
     assert "host.admit: always; with a GPU saved  (the default)" in lines
     assert not any(line.startswith("epoch") for line in lines)
