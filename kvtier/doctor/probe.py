@@ -123,7 +123,5 @@ def _target() -> tuple[Target, str, object]:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except OSError as error:
-        sys.exit(error.strerror or str(error))
-    except TierUnavailable as error:
+    except (OSError, TierUnavailable) as error:
         sys.exit(str(error))

@@ -178,6 +178,19 @@ def test_the_curve_is_nearly_the_best_quantizer() -> None:
     assert all((np.diff(values[(1 << b) - 2 : (2 << b) - 2].astype(float)) > 0).all() for b in range(1, 9))
 
 
+def test_the_kernels_bound_of_t_makes_the_outermost_codes() -> None:
+    """So the kernel, which holds t within T_MAX but not the code, makes the reference's codes."""
+    first, last = np.array([curve.T_MAX, 1], dtype=np.float32).view(np.int32)
+    t = np.arange(first, last + 1, dtype=np.int32).view(np.float32)
+    for bits, (_, *coefficients) in enumerate(curve.CURVES[1:], 1):
+        c1, c3, c5 = np.array(coefficients, dtype=np.float32)
+        s = t * (c1 + t * t * (c3 + t * t * c5))
+        places = (np.stack([-s, s]) + np.float32(1)) * np.float32(2.0 ** (bits - 1))
+        codes = np.floor(places).clip(0, 2**bits - 1)
+        assert (codes == [[0], [2**bits - 1]]).all()
+        assert (np.floor(places[:, 0]) == codes[:, 0]).all(), "at T_MAX without the clip"
+
+
 # --- tables ---
 
 
@@ -200,6 +213,10 @@ def test_tables_that_do_not_go_together_are_refused(table_path: Path) -> None:
         ({"tc4.k": byte}, "not 4 on average"),
         ({"tc4.k": bits}, "not whole bytes"),
         ({"k.scale": scale}, "powers of two"),
+        (
+            {"k.mean": found["k.mean"] * 0 + 2.0**30, "k.scale": scale * 0 + 2.0**98},
+            "k.mean times k.scale is not finite",
+        ),
         ({"v.mean": nan}, "v.mean has numbers that are not finite"),
         ({"k.forward": found["k.forward"][:1]}, "k.forward is"),
         ({"v.inverse": None}, "v.inverse' is missing"),

@@ -18,10 +18,10 @@ import torch
 from kvtier.codecs.coded_pages import CodedPages, Group
 from kvtier.codecs.transform.decode import decode_chunks
 from kvtier.codecs.transform.encode import encode_chunks
-from kvtier.codecs.transform.reference import PlaneCoder, angles
+from kvtier.codecs.transform.reference import PlaneCoder
 from kvtier.codecs.transform.slab import TransformPlane, TransformShape
 from kvtier.codecs.transform.table import PlaneTable, TransformTable
-from kvtier.codecs.transform.tables import decode_angles, decode_levels, decode_tables, encode_tables
+from kvtier.codecs.transform.tables import decode_tables, encode_tables, kernel_angles, kernel_levels
 from kvtier.codecs.vectors import LayerCoder
 from kvtier.format.checksum import PAIRS_PER_PAGE
 from kvtier.format.geometry import Extent
@@ -40,18 +40,19 @@ class TransformTiling(NamedTuple):
     warps: int
     registers: int = 0
 
-    def rows_of(self, padded: int, least: int) -> int:
+    def rows_of(self, padded: int) -> int:
         """Return how many tokens a program works on. padded: components of a vector, a power of two."""
-        return max(least, self.elements // padded)
+        return max(16 * self.warps, self.elements // padded)
 
 
-# benchmarks/gpu/codec_kernels.py --tune tries these. The first of each is in use. Those of decoding were chosen by
-# counting instructions; none of them was measured.
-ENCODE_TILINGS = tuple(TransformTiling(*each) for each in ((8192, 8), (16384, 8), (8192, 4), (4096, 4)))
-DECODE_TILINGS = tuple(
-    TransformTiling(*each) for each in ((8192, 4, 168), (8192, 4, 128), (8192, 4), (16384, 8, 128), (8192, 8, 128))
+# benchmarks/gpu/codec_kernels.py --tune tries these. The first of each is in use. They were chosen by counting
+# instructions; none of them was measured.
+ENCODE_TILINGS, DECODE_TILINGS = (
+    tuple(TransformTiling(*each) for each in ((8192, 4, 168), (8192, 4, 128), (8192, 4), (16384, 8, 128), *more))
+    for more in (((4096, 4, 128),), ((8192, 8, 128),))
 )
-WIDE_DECODE_TILING = TransformTiling(32768, 8)  # above 128 components: others spill registers
+# Above 128 components fewer registers would spill.
+WIDE_ENCODE_TILING, WIDE_DECODE_TILING = TransformTiling(16384, 4), TransformTiling(32768, 8)
 
 
 class CudaTransform(CodedPages):
@@ -79,37 +80,37 @@ class CudaTransform(CodedPages):
         encode_tiling, decode_tiling = tilings
         widest = max(self._k.padded, self._v.padded)
         if widest > 128:
-            decode_tiling = WIDE_DECODE_TILING
-        encode_shape = self._shape(encode_tiling, encode_tiling.rows_of(widest, 16), places)
-        decode_shape = self._shape(decode_tiling, decode_tiling.rows_of(widest, 16 * decode_tiling.warps), places)
-        self.encode_kernel = self._kernel(encode_chunks, encode_tiling, encode_shape, {"PAIRS": PAIRS_PER_PAGE})
-        self.decode_kernel = self._kernel(decode_chunks, decode_tiling, decode_shape, {})
+            encode_tiling, decode_tiling = WIDE_ENCODE_TILING, WIDE_DECODE_TILING
+        shapes = [
+            TransformShape(
+                self.tokens, self.block_tokens, self.is_bf16, tiling.rows_of(widest), tiling.warps, places, self.is_fast
+            )
+            for tiling in (encode_tiling, decode_tiling)
+        ]
+        self.encode_kernel = self._kernel(encode_chunks, encode_tiling, shapes[0], {"PAIRS": PAIRS_PER_PAGE})
+        self.decode_kernel = self._kernel(decode_chunks, decode_tiling, shapes[1], {})
         self.prepare()
 
     def encode_arguments(self, group: Group, answers: TableAt) -> Sequence[Argument]:
         return self.planes, TableAt(0), answers, self._tables, *self._encoding, *self.place(group)
 
     def decode_arguments(self, group: Group) -> Sequence[Argument]:
-        return self.planes, TableAt(0), self._decode_tables, *self._decoding, *self.place(group)
+        return self.planes, TableAt(0), self._tables, *self._decoding, *self.place(group)
 
     def _make_tables(self, tokens: int, held: Extent, table: TransformTable, places: int) -> None:
         layers = slice(held.first_layer, held.end_layer)
         row_bytes = table.row_bytes[layers, 0].int()
         unique, bases = torch.unique(table.frequencies[layers], dim=0, return_inverse=True)
         positions = torch.arange(tokens), torch.arange(places) * tokens
-        turns = [torch.stack([torch.cat(angles(each, at), -1) for each in unique]) for at in positions]
-        decode_turns = [decode_angles(self._k, unique, at) for at in positions]
+        turns = [kernel_angles(self._k, unique, at) for at in positions]
         starts = torch.cat([torch.zeros(1, dtype=torch.int32), row_bytes.cumsum(0).int()])
         planes = [plane.of(held, torch.device("cpu")) for plane in (table.k, table.v)]
         coders = [PlaneCoder.of(PlaneTable(*(x.flatten(0, 1) for x in plane)), table.levels) for plane in planes]
         before = planes[0].bits.flatten(0, 1).sum(-1, keepdim=True, dtype=torch.int64) // 8
         of_planes = list(zip((self._k, self._v), coders, (torch.zeros_like(before), before), strict=True))
-        levels = decode_levels(coders[0])
+        tables = row_bytes, bases.int(), *turns, kernel_levels(coders[0]), starts
         with on_device(self.device):
-            self._tables, self._decode_tables = (
-                tuple(x.contiguous().to(self.device) for x in (row_bytes, bases.int(), *each, levels, starts))
-                for each in (turns, decode_turns)
-            )
+            self._tables = tuple(x.contiguous().to(self.device) for x in tables)
             self._encoding, self._decoding = (
                 [tuple(tables_of(*each).to(self.device)) for each in of_planes]
                 for tables_of in (encode_tables, decode_tables)
@@ -120,10 +121,6 @@ class CudaTransform(CodedPages):
     ) -> TableKernel:
         constants |= {"K": self._k, "V": self._v, "C": shape, "maxnreg": tiling.registers or None}
         return TableKernel(kernel, constants | {"num_warps": tiling.warps, "num_stages": 1, "enable_fp_fusion": False})
-
-    def _shape(self, tiling: TransformTiling, rows: int, places: int) -> TransformShape:
-        of_pages = self.tokens, self.block_tokens, self.is_bf16
-        return TransformShape(*of_pages, rows, tiling.warps, places, self.is_fast)
 
 
 def _power_of_two(n: int) -> int:

@@ -1,9 +1,10 @@
 """The transform codec's encoding on the device: one launch reads pages, and writes slabs and their sums.
 
-A program does one layer of one head of one chunk: K, then V, tile after tile. Vectors are two halves, because a rotary
-embedding turns pairs of them; a transform is a product with each half. The bytes of whole numbers are
-multiplied as int8, so that sums are exact (kvtier.codecs.transform.reference). At the end a program reads back what
-it wrote, from the cache, and adds its part to its slab's checksum.
+A program encodes one layer of one head of one chunk: K, then V, tile after tile. The bytes of whole numbers are
+multiplied as int8, so that sums are exact (kvtier.codecs.transform.reference). Four lanes share a row, from its pages
+to its codes: the order of the matrix's rows and columns (kvtier.codecs.transform.tables) lets the tensor cores take
+whole numbers where they were made, and leave each lane the 8 components of every fourth group. At the end a program
+reads back what it wrote, from the cache, and adds its part to its slab's checksum.
 
 P stands for a plane's TransformPlane, C for the launch's TransformShape (kvtier.codecs.transform.slab).
 """
@@ -16,16 +17,52 @@ import triton
 import triton.language as tl
 from triton.language.standard import _elementwise_max
 
+from kvtier.codecs.transform.curve import T_MAX
 from kvtier.codecs.transform.reference import GAIN_LEAST, GAIN_MIN, POWER_UNIT, Q_EXPONENT, RAW_TOKENS, U_MAX
-from kvtier.codecs.transform.slab import layer_start, parts_of_layer
+from kvtier.codecs.transform.slab import half_columns, half_words, layer_start, parts_of_layer, tile_angles
 from kvtier.kernels.device_part_sum import answer_layer
-from kvtier.kernels.tiles import WHOLE, WHOLE_BITS, fused, plane_of_head, quotient, square_root, total
+from kvtier.kernels.tiles import (
+    WHOLE,
+    WHOLE_BITS,
+    floats,
+    fused,
+    in_order,
+    operand_rows,
+    permuted,
+    plane_of_head,
+    quotient,
+    square_root,
+    tile_rows,
+    total,
+)
 
 _GAIN_LEAST, _GAIN_MIN, _POWER_UNIT, _Q_EXPONENT, _U_MAX = (
     tl.constexpr(number) for number in (GAIN_LEAST, GAIN_MIN, POWER_UNIT, Q_EXPONENT, U_MAX)
 )
-_RAW_TOKENS = tl.constexpr(RAW_TOKENS)
+_T_MAX, _RAW_TOKENS = tl.constexpr(T_MAX), tl.constexpr(RAW_TOKENS)
+_TWO23_BITS = tl.constexpr(0x4B000000)
+_COLUMNS = tl.constexpr(64)  # of a product. Triton would move tables of 128 numbers, one a thread, between threads
 _KEPT = tl.constexpr(128)  # components of the largest vectors whose matrices stay in shared memory between tiles
+_LARGER = tl.constexpr("max.NaN.xorsign.abs.f32 $0, $1, $2;")
+_SMALLER = tl.constexpr("min.xorsign.abs.f32 $0, $1, $2;")
+# The upper ($0) and the lower bytes ($1) of four whole numbers, 128 more than meant, in the lower halves of $2 to $5.
+_BYTES = tl.constexpr(
+    "{ .reg .b32 x, y; prmt.b32 x, $2, $3, 0x5410; prmt.b32 y, $4, $5, 0x5410; prmt.b32 $0, x, y, 0x7531; "
+    "prmt.b32 x, x, y, 0x6420; xor.b32 $1, x, 0x80808080; }"
+)
+# Store the lower $6 bytes of two numbers at addresses $7 and $8. The numbers' first bits are $1 and $2; from bit $5 on,
+# 32 at most, they are $3 and $4.
+_STORE = tl.constexpr(
+    "{ .reg .pred p; .reg .b32 x, y, u, v; mov.b32 $0, 0; "
+    "shl.b32 x, $3, $5; or.b32 x, x, $1; shf.l.clamp.b32 y, $3, 0, $5; "
+    "shl.b32 u, $4, $5; or.b32 u, u, $2; shf.l.clamp.b32 v, $4, 0, $5; "
+    + " ".join(
+        f"setp.gt.s32 p, $6, {byte}; @p st.global.b8 [$7 + {byte}], {x}; shr.u32 {x}, {x}, 8; "
+        f"@p st.global.b8 [$8 + {byte}], {u}; shr.u32 {u}, {u}, 8;"
+        for byte, (x, u) in enumerate((("x", "u"),) * 4 + (("y", "v"),) * 4)
+    )
+    + " }"
+)
 
 
 @triton.jit
@@ -34,98 +71,60 @@ def _float(bits: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _elements(words: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """fp32 of elements in the engine's dtype, int16."""
-    if C.is_bf16:
-        return _float(words.to(tl.int32) << 16)
+def _turned(a: tl.tensor, b: tl.tensor, cosine: tl.tensor, sine: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Take the rotary embedding off pairs."""
+    return a * cosine + b * sine, b * cosine - a * sine
+
+
+@triton.jit
+def _elements(
+    vectors: tl.tuple,
+    blocks: tl.tensor,
+    layer: tl.tensor,
+    place: tl.tensor,
+    token: tl.tensor,
+    tables: tl.tuple,
+    P: tl.constexpr,
+    C: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Load a tile, K without its rotary embedding: the lower and upper elements of the words of the first half of
+    vectors, and those of the second half, (rows, groups, 16) fp32 each."""
+    at, inside = half_words(vectors, blocks, token, P, C)
+    a_low, a_high = floats(tl.load(at, mask=inside, other=0, eviction_policy="evict_first"), C.is_bf16)
+    at += P.size // 4
+    b_low, b_high = floats(tl.load(at, mask=inside, other=0, eviction_policy="evict_first"), C.is_bf16)
+    if P.is_k:
+        within, at_place = tile_angles(tables, layer, place, token, P, C)
+        for angles in tl.static_range(2):
+            turn = within if angles == 0 else at_place
+            a_low, b_low = _turned(a_low, b_low, tl.load(turn), tl.load(turn + P.half))
+            turn += P.half // 2
+            a_high, b_high = _turned(a_high, b_high, tl.load(turn), tl.load(turn + P.half))
+    return a_low, a_high, b_low, b_high
+
+
+@triton.jit
+def _scaled(
+    low: tl.tensor, high: tl.tensor, numbers: tl.tensor, HALF: tl.constexpr, P: tl.constexpr, C: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return (x - mean) * scale of the lower and upper elements of words of half a vector, (rows, groups, 16).
+
+    Scales are powers of two, so one rounding of x * scale - mean * scale gives the same.
+    """
+    WORDS: tl.constexpr = P.half // 2
+    at = numbers + 2 * HALF * WORDS + half_columns(P)
+    low = fused(low, tl.load(at + 4 * WORDS), tl.load(at), C.fast)
+    return low, fused(high, tl.load(at + 5 * WORDS), tl.load(at + WORDS), C.fast)
+
+
+@triton.jit
+def _larger(x: tl.tensor, y: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """Return the larger magnitudes of fp32 x and y, with any sign; NaN if either is NaN."""
+    if C.fast:
+        return tl.inline_asm_elementwise(_LARGER, "=f,f,f", [x, y], tl.float32, True, 1)
     else:
-        return words.to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _places_of(
-    vectors: tl.tuple, blocks: tl.tensor, row: tl.tensor, P: tl.constexpr, C: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return pointers (rows, half) to the first halves of tokens' vectors, and the columns of the elements.
-
-    vectors: plane_of_head. row: tokens, all within the chunk.
-    """
-    base, block_stride, token_stride = vectors
-    column = tl.arange(0, P.half)[None, :]
-    words = tl.load(blocks + row // C.block_tokens) * block_stride + (row % C.block_tokens).to(tl.int64) * token_stride
-    # Starts count elements of two bytes. Pages are aligned to 16 bytes, so starts are multiples of 8.
-    starts = tl.multiple_of(2 * words, 8)
-    return base.to(tl.pointer_type(tl.int16)) + starts[:, None] + column, column
-
-
-@triton.jit
-def _turned(
-    low: tl.tensor, high: tl.tensor, angles: tl.tensor, inside: tl.tensor, P: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Take the rotary embedding off. angles: pointers to cosines (rows or 1, half); sines behind."""
-    cosine = tl.load(angles, mask=inside, other=0.0)
-    sine = tl.load(angles + P.size // 2, mask=inside, other=0.0)
-    return low * cosine + high * sine, high * cosine - low * sine
-
-
-@triton.jit
-def _angles(
-    tables: tl.tuple, layer: tl.tensor, place: tl.tensor, row: tl.tensor, column: tl.tensor, P: tl.constexpr,
-    C: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Pointers to the angles of tokens within the chunk, (rows, half), and of the chunk's place, (1, half)."""
-    base = tl.load(tables[1] + layer)
-    within = tables[2] + (base * C.tokens + row[:, None]) * P.size + column
-    return within, tables[3] + (base * C.places + place) * P.size + column
-
-
-@triton.jit
-def _bytes_of_rows(q: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the upper and the lower bytes of whole numbers, int8 each: q = 256 * upper + lower."""
-    return ((q + 128) >> 8).to(tl.int8), q.to(tl.int8)
-
-
-@triton.jit
-def _halves(matrix: tl.tensor, P: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Load both halves of the transform's bytes, (half, padded) each. matrix: points to (2, padded, half)."""
-    # Tensor cores want the elements that they sum next to each other in memory.
-    at = matrix + tl.arange(0, P.padded)[None, :] * P.half + tl.arange(0, P.half)[:, None]
-    return tl.load(at), tl.load(at + P.half * P.padded)
-
-
-@triton.jit
-def _component_sums(
-    low: tl.tensor, high: tl.tensor, forward: tl.tensor, upper: tl.tuple, lower: tl.tuple, P: tl.constexpr,
-    C: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Multiply whole numbers of both halves, (rows, half) each, with the transform. Return fp32 (rows, padded): the
-    sums are exact and rounded once.
-
-    forward: points to the transform's upper bytes; the lower ones follow. upper, lower: what `_halves` loads of both.
-    """
-    low_upper, low_lower = _bytes_of_rows(low)
-    high_upper, high_lower = _bytes_of_rows(high)
-    if P.padded > _KEPT:
-        upper = _halves(forward, P)
-    summed = tl.dot(low_upper, upper[0], out_dtype=tl.int32)
-    summed = tl.dot(high_upper, upper[1], summed, out_dtype=tl.int32) << 8  # below 2^30
-    summed = tl.dot(low_lower, upper[0], summed, out_dtype=tl.int32)
-    summed = tl.dot(high_lower, upper[1], summed, out_dtype=tl.int32)
-    if P.padded > _KEPT:
-        lower = _halves(forward + 2 * P.half * P.padded, P)
-    summed = tl.dot(low_upper, lower[0], summed, out_dtype=tl.int32)
-    summed = tl.dot(high_upper, lower[1], summed, out_dtype=tl.int32)
-    least = tl.dot(low_lower, lower[0], ((summed & 255) << 8), out_dtype=tl.int32)
-    least = tl.dot(high_lower, lower[1], least, out_dtype=tl.int32)
-    # fp32 holds both whole numbers, so only their sum is rounded.
-    upper_sum = (summed >> 8).to(tl.float32)
-    return fused(upper_sum, tl.full(upper_sum.shape, 65536.0, tl.float32), least.to(tl.float32), C.fast)
-
-
-@triton.jit
-def _whole(x: tl.tensor, factor: tl.tensor) -> tl.tensor:
-    """Return x * factor, rounded to a whole number."""
-    return (x * factor + WHOLE).to(tl.int32, bitcast=True) - WHOLE_BITS
+        x, y = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        return _float(tl.maximum(x, y))
 
 
 @triton.jit
@@ -134,7 +133,142 @@ def _largest(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _gains(n: tl.tensor, counted: tl.tensor, e: tl.tensor, C: tl.constexpr) -> tl.tensor:
+def _whole_bytes(low: tl.tensor, high: tl.tensor, factor: tl.tensor, C: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Round elements of words times a factor to whole numbers. Return their upper and lower bytes, int8 (rows, n): the
+    numbers are 256 * upper + lower.
+
+    Of each 32 elements the four lanes have 8 in a row; the tensor cores want 4 of each 16 from each.
+    """
+    N_ROWS: tl.constexpr = low.shape[0]
+    GROUPS: tl.constexpr = low.shape[1]
+    whole = tl.full(low.shape, WHOLE + 128, tl.float32)
+    x = tl.join(fused(low, factor, whole, C.fast), fused(high, factor, whole, C.fast)).to(tl.int32, bitcast=True)
+    if C.fast:
+        upper, lower = tl.inline_asm_elementwise(_BYTES, "=&r,=r,r,r,r,r", [x], (tl.int8, tl.int8), True, 4)
+    else:
+        upper, lower = (x >> 8).to(tl.int8), (x ^ 128).to(tl.int8)
+    upper = upper.reshape(N_ROWS, GROUPS, 4, 2, 4).permute(0, 1, 3, 2, 4).reshape(N_ROWS, 32 * GROUPS)
+    lower = lower.reshape(N_ROWS, GROUPS, 4, 2, 4).permute(0, 1, 3, 2, 4).reshape(N_ROWS, 32 * GROUPS)
+    return upper, lower
+
+
+@triton.jit
+def _side_by_side(x: tl.tensor, y: tl.tensor) -> tl.tensor:
+    """(rows, 2 n) of two (rows, n)."""
+    return tl.join(x, y).permute(0, 2, 1).reshape(x.shape[0], 2 * x.shape[1])
+
+
+@triton.jit
+def _two_sides(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Undo `_side_by_side`."""
+    left, right = x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+    return left, right
+
+
+@triton.jit
+def _matrix(forward: tl.tensor, FIRST: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr) -> tl.tensor:
+    """Load some columns of a matrix of bytes, (2 * half, COLUMNS). forward: points to (padded, 2 * half)."""
+    # Tensor cores want the elements that they sum next to each other in memory.
+    return tl.load(
+        forward + (FIRST + tl.arange(0, COLUMNS)[None, :]) * (2 * P.half) + tl.arange(0, 2 * P.half)[:, None]
+    )
+
+
+@triton.jit
+def _matrices(forward: tl.tensor, NUMBER: tl.constexpr, P: tl.constexpr) -> tl.tuple:
+    """Load _COLUMNS columns of the transform: upper bytes, lower bytes, and those of both halves of the columns.
+    forward: points to the bytes (2, padded, 2 * half)."""
+    FIRST: tl.constexpr = NUMBER * _COLUMNS
+    HALF: tl.constexpr = _COLUMNS // 2
+    lower = forward + 2 * P.half * P.padded
+    return (
+        _matrix(forward, FIRST, _COLUMNS, P),
+        _matrix(lower, FIRST, _COLUMNS, P),
+        _matrix(lower, FIRST, HALF, P),
+        _matrix(lower, FIRST + HALF, HALF, P),
+    )
+
+
+@triton.jit
+def _total_sums(
+    summed: tl.tensor, lower: tl.tensor, matrix: tl.tensor, whole: tl.tensor, P: tl.constexpr, C: tl.constexpr
+) -> tl.tensor:
+    """Add the products of lower bytes with lower bytes. Return fp32, rounded once.
+
+    summed: all other products, which are below 2^30, and 2^30. Its bits above the lowest 8, and the sum of all the
+    rest, are made numbers of fp32 by a byte permute, as fractions of WHOLE.
+    """
+    whole = tl.broadcast_to(whole, summed.shape)
+    high = _float(permuted(summed, whole, 0x7321, C.fast))
+    unit = tl.full(summed.shape, 65536.0, tl.float32)
+    if P.padded <= 128:  # the rest is below 2^22
+        rest = _float(tl.dot(lower, matrix, permuted(summed, whole, 0x7604, C.fast), out_dtype=tl.int32))
+        total_sums = fused(high - (WHOLE + WHOLE / 65536), unit, rest, C.fast)
+    else:
+        rest = tl.dot(lower, matrix, (summed & 255) << 8, out_dtype=tl.int32).to(tl.float32)
+        total_sums = fused(high - WHOLE, unit, rest, C.fast)
+    return in_order(tile_rows(total_sums, C), 8)
+
+
+@triton.jit
+def _sums(operands: tl.tuple, matrices: tl.tuple, whole: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+    """Multiply whole numbers with some columns of the transform. Return fp32 (rows, _COLUMNS): the sums are exact and
+    rounded once.
+
+    operands: upper and lower bytes. matrices: of `_matrices`. whole: WHOLE_BITS. The last products are of half the
+    columns at a time, for want of registers.
+    """
+    upper, lower = operands
+    summed = tl.dot(upper, matrices[0], out_dtype=tl.int32) * 256 + (1 << 30)
+    summed = tl.dot(lower, matrices[0], summed, out_dtype=tl.int32)
+    left, right = _two_sides(tl.dot(upper, matrices[1], summed, out_dtype=tl.int32))
+    left = _total_sums(left, lower, matrices[2], whole, P, C)
+    return _side_by_side(left, _total_sums(right, lower, matrices[3], whole, P, C))
+
+
+@triton.jit
+def _column(numbers: tl.tensor, P: tl.constexpr) -> tl.tensor:
+    """Load a number of each component, (1, padded), in the order of `_sums`."""
+    HALF: tl.constexpr = _COLUMNS // 2
+    at = numbers + tl.arange(0, HALF)[None, :]
+    found = _side_by_side(tl.load(at), tl.load(at + HALF))
+    if P.padded > _COLUMNS:
+        at += _COLUMNS
+        found = _side_by_side(found, _side_by_side(tl.load(at), tl.load(at + HALF)))
+    if P.padded > 2 * _COLUMNS:
+        at += _COLUMNS
+        third = _side_by_side(tl.load(at), tl.load(at + HALF))
+        at += _COLUMNS
+        found = _side_by_side(found, _side_by_side(third, _side_by_side(tl.load(at), tl.load(at + HALF))))
+    return found
+
+
+@triton.jit
+def _components(
+    operands: tl.tuple,
+    matrices: tl.tuple,
+    others: tl.tuple,
+    forward: tl.tensor,
+    columns: tl.tensor,
+    P: tl.constexpr,
+    C: tl.constexpr,
+) -> tl.tensor:
+    """Return components, (rows, padded) fp32. matrices, others: of the first and of the second _COLUMNS columns, which
+    stay in shared memory, for vectors up to _KEPT. columns: units by component, further numbers behind."""
+    # The compiler would make this constant anew for each of its uses.
+    whole = tl.load(columns + 6 * P.padded + 4).to(tl.int32, bitcast=True)
+    n = _sums(operands, matrices, whole, P, C)
+    if P.padded == _KEPT:
+        n = _side_by_side(n, _sums(operands, others, whole, P, C))
+    if P.padded > _KEPT:
+        n = _side_by_side(n, _sums(operands, _matrices(forward, 1, P), whole, P, C))
+        rest = _sums(operands, _matrices(forward, 2, P), whole, P, C)
+        n = _side_by_side(n, _side_by_side(rest, _sums(operands, _matrices(forward, 3, P), whole, P, C)))
+    return n * _column(columns, P)
+
+
+@triton.jit
+def _gains(n: tl.tensor, counted: tl.tensor, e: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> tl.tensor:
     """int32 (rows): gains as they are stored."""
     top = tl.maximum(_largest(tl.abs(n)), _GAIN_MIN)
     exponent = top.to(tl.int32, bitcast=True) >> 23
@@ -149,26 +283,36 @@ def _gains(n: tl.tensor, counted: tl.tensor, e: tl.tensor, C: tl.constexpr) -> t
     root = tl.where(summed == 0, 1.0, summed.to(tl.float32) * counted)
     root = square_root(square_root(square_root(root, C.fast), C.fast), C.fast)
     g = tl.maximum(tl.where(summed == 0, 0.0, root) * _float(exponent << 23), _GAIN_MIN)
-    return tl.clamp((((g.to(tl.int32, bitcast=True) + (1 << 19)) >> 20) + 8 * e - _GAIN_LEAST).to(tl.float32), 0.0,
-                    255.0).to(tl.int32)  # fmt: skip
+    gain = ((g.to(tl.int32, bitcast=True) + (1 << 19)) >> 20) + 8 * e - _GAIN_LEAST
+    return tl.minimum(tl.maximum(gain, 0), 255)
 
 
 @triton.jit
-def _codes(n: tl.tensor, inverse: tl.tensor, columns: tl.tensor, P: tl.constexpr) -> tl.tensor:
-    """int32 (rows, padded). columns: pointers to the rate (1, padded), rows of further numbers behind."""
-    t = tl.clamp(n * inverse[:, None] * tl.load(columns), -1.0, 1.0)
+def _codes(n: tl.tensor, inverse: tl.tensor, columns: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+    """int32 (rows, padded): codes, _TWO23_BITS more. columns: pointer to the rates, further numbers behind."""
+    t = n * inverse[:, None] * _column(columns, P)
+    if C.fast:
+        most = tl.full(t.shape, _T_MAX, tl.float32)
+        t = tl.inline_asm_elementwise(_SMALLER, "=f,f,f", [t, most], tl.float32, True, 1)
+    else:
+        t = tl.clamp(t, -_T_MAX, _T_MAX)
     t2 = t * t
-    s = tl.load(columns + 2 * P.padded) + t2 * tl.load(columns + 3 * P.padded)
-    s = t * (tl.load(columns + P.padded) + t2 * s)
-    steps = tl.load(columns + 4 * P.padded)
-    return tl.clamp((s + 1) * steps, 0.0, 2 * steps - 1).to(tl.int32)
+    s = _column(columns + 2 * P.padded, P) + t2 * _column(columns + 3 * P.padded, P)
+    s = t * (_column(columns + P.padded, P) + t2 * s)
+    steps = tl.broadcast_to(_column(columns + 4 * P.padded, P), s.shape)
+    s = fused(s, steps, steps, C.fast)
+    if C.fast:
+        return tl.inline_asm_elementwise("add.rm.f32 $0, $1, 0f4B000000;", "=r,f", [s], tl.int32, True, 1)
+    else:
+        return s.to(tl.int32) + _TWO23_BITS
 
 
 @triton.jit
-def _split(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the even and the odd columns."""
-    even, odd = tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
-    return even, odd
+def _halves_of_rows(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the first and the second half of rows. A thread has as many of both."""
+    HALF: tl.constexpr = x.shape[0] // 2
+    first, second = x.reshape(2, HALF, x.shape[1]).permute(1, 2, 0).split()
+    return first, second
 
 
 @triton.jit
@@ -176,29 +320,55 @@ def _store_codes(
     codes: tl.tensor, code: tl.tensor, row: tl.tensor, row_bytes: tl.tensor, whole: tl.tensor, P: tl.constexpr,
     C: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the codes (rows, padded) of a tile. They make a number for each group; a thread stores two bytes of it."""
-    group, pair = tl.arange(0, P.padded // 8)[None, :, None], tl.arange(0, 4)[:, None, None]
-    start, n_bytes = tl.load(whole + P.padded + group), tl.load(whole + P.padded + P.padded // 8 + group)
-    even_shift, odd_shift = _split(tl.load(whole + tl.arange(0, P.padded)[None, :]))
-    even, odd = _split(code)
-    pairs = (even | (odd << (odd_shift - even_shift))).to(tl.int64) << even_shift.to(tl.int64)
-    # Triton spreads a warp's threads over the first dimensions: here over the bytes of a row, which are neighbours.
-    number = total(pairs.reshape(C.rows, P.padded // 8, 4), 2).trans(1, 0)[None, :, :]
-    two = (number >> (16 * pair).to(tl.int64)).to(tl.int32)
-    at = codes + (row[None, None, :] * row_bytes + start + 2 * pair)
-    rest = tl.where((row < C.tokens)[None, None, :], n_bytes - 2 * pair, 0)
-    tl.store(at, two.to(tl.uint8), mask=rest > 0)
-    tl.store(at + 1, (two >> 8).to(tl.uint8), mask=rest > 1)
+    """Store the codes (rows, padded) of a tile: those of a group make a number, which a thread stores byte by byte."""
+    GROUPS: tl.constexpr = P.padded // 8
+    even, odd = (code * _column(whole, P)).reshape(C.rows, 4 * GROUPS, 2).split()
+    even, odd = (even + odd).reshape(C.rows, 2 * GROUPS, 2).split()
+    whole += P.padded
+    quads = tl.arange(0, 2 * GROUPS)[None, :]
+    first, last = (even + odd + tl.load(whole + quads)).reshape(C.rows, GROUPS, 2).split()
+    group = tl.arange(0, GROUPS)[None, :]
+    middle, start = tl.load(whole + 2 * GROUPS + group), tl.load(whole + 3 * GROUPS + group)
+    n_bytes = tl.load(whole + 4 * GROUPS + group)
+    at = codes.to(tl.int64) + ((row * row_bytes)[:, None] + start)
+    if C.fast and C.tokens % C.rows == 0:
+        a_first, b_first = _halves_of_rows(first)
+        a_last, b_last = _halves_of_rows(last)
+        a_at, b_at = _halves_of_rows(tl.broadcast_to(at, first.shape))
+        a_first, middle = tl.broadcast(a_first, middle)
+        n_bytes = tl.broadcast_to(n_bytes, a_first.shape)
+        tl.inline_asm_elementwise(
+            _STORE,
+            "=r,r,r,r,r,r,r,l,l",
+            [a_first, b_first, a_last, b_last, middle, n_bytes, a_at, b_at],
+            tl.int32,
+            False,
+            1,
+        )
+    else:
+        number = (first.to(tl.int64) & 0xFFFFFFFF) | ((last.to(tl.int64) & 0xFFFFFFFF) << middle.to(tl.int64))
+        at = at.to(tl.pointer_type(tl.uint8))
+        for byte in tl.static_range(8):
+            is_there = (n_bytes > byte) & (row < C.tokens)[:, None]
+            tl.store(at + byte, (number >> (8 * byte)).to(tl.uint8), mask=is_there)
 
 
 @triton.jit
-def _raw_places(
-    vectors: tl.tuple, blocks: tl.tensor, raw: tl.tensor, P: tl.constexpr, C: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return pointers to the first halves of raw tokens, in pages and in the slab, and the mask of valid elements."""
-    row = tl.arange(0, _RAW_TOKENS)
-    at, column = _places_of(vectors, blocks, row, P, C)
-    return at, raw + (row[:, None] * P.size + column), column < P.size // 2
+def _store_gains(gains: tl.tensor, gain: tl.tensor, row: tl.tensor, C: tl.constexpr) -> None:
+    """Store gains (rows,) from one of each row's four lanes, without a barrier."""
+    lane = tl.arange(0, 4)[:, None]
+    at = tl.max_contiguous(row[None, :] + lane, (1, 1))  # else 32 rows would go to one warp
+    gain = tl.broadcast_to(gain.to(tl.uint8)[None, :], (4, C.rows))
+    tl.store(gains + at, gain, mask=(row[None, :] < C.tokens) & (lane == 0))
+
+
+@triton.jit
+def _store_first_token(vectors: tl.tuple, blocks: tl.tensor, raw: tl.tensor, P: tl.constexpr) -> None:
+    """Copy a chunk's first token from the pages to `raw`, words of the slab."""
+    tl.static_assert(_RAW_TOKENS == 1)
+    word = tl.arange(0, P.padded // 2)
+    inside = word < P.size // 2
+    tl.store(raw + word, tl.load(vectors[0] + tl.load(blocks) * vectors[1] + word, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -216,56 +386,52 @@ def _encode_plane(
 ) -> tl.tensor:
     """Encode K or V of one layer, head and chunk. Return int32: the bits of the largest |u|, more where one is NaN.
 
-    of_head: the plane's tables of this layer and head. slab: codes and bytes of a row, gains, raw elements.
+    of_head: the plane's tables of this layer and head. slab: parts_of_layer.
     """
     forward, numbers, whole = of_head
     codes, row_bytes, gains, raw = slab
-    raw = raw.to(tl.pointer_type(tl.int16))
     vectors = plane_of_head(plane, head)
-    in_page, in_slab, is_raw = _raw_places(vectors, blocks, raw, P, C)
-    tl.store(in_slab, tl.load(in_page, mask=is_raw), mask=is_raw)
-    tl.store(in_slab + P.size // 2, tl.load(in_page + P.size // 2, mask=is_raw), mask=is_raw)
+    _store_first_token(vectors, blocks, raw, P)
     largest = tl.full((C.rows,), 0, tl.int32)
-    component = tl.arange(0, P.padded)[None, :]
-    columns = numbers + 4 * P.half + component  # behind the means and scales of both halves
-    counted = tl.load(numbers + 4 * P.half + 6 * P.padded)
-    upper, lower = _halves(forward, P), _halves(forward + 2 * P.half * P.padded, P)
+    columns = numbers + 4 * P.half  # behind the means and scales
+    counted = tl.load(columns + 6 * P.padded)
+    matrices = _matrices(forward, 0, P)
+    others = _matrices(forward, 1, P) if P.padded == _KEPT else matrices
     for start in range(0, C.tokens, C.rows):
         row = start + tl.arange(0, C.rows)
         token = tl.minimum(row, C.tokens - 1)  # rows past the end repeat the last token
-        at, column = _places_of(vectors, blocks, token, P, C)
-        inside = column < P.size // 2
-        low = _elements(tl.load(at, mask=inside, other=0), C)
-        high = _elements(tl.load(at + P.size // 2, mask=inside, other=0), C)
-        if P.is_k:
-            within, at_place = _angles(tables, layer, place, token, column, P, C)
-            low, high = _turned(low, high, within, inside, P)
-            low, high = _turned(low, high, at_place, inside, P)
-        low = (low - tl.load(numbers + column)) * tl.load(numbers + 2 * P.half + column)
-        high = (high - tl.load(numbers + P.half + column)) * tl.load(numbers + 3 * P.half + column)
-        low_bits, high_bits = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
-        top = _largest(tl.maximum(low_bits & 0x7FFFFFFF, high_bits & 0x7FFFFFFF))
+        a_low, a_high, b_low, b_high = _elements(vectors, blocks, layer, place, token, tables, P, C)
+        a_low, a_high = _scaled(a_low, a_high, numbers, 0, P, C)
+        b_low, b_high = _scaled(b_low, b_high, numbers, 1, P, C)
+        top = _larger(_larger(a_low, a_high, C), _larger(b_low, b_high, C), C).to(tl.int32, bitcast=True)
+        top = _largest(_largest(top & 0x7FFFFFFF))
         largest = tl.maximum(largest, top)
         # A vector that is refused may have any exponent. The limit keeps the shift below defined.
         e = tl.minimum(tl.maximum((top >> 23) - 127 - _Q_EXPONENT, 0), 64)
-        factor = _float((127 - e) << 23)[:, None]
-        n = _component_sums(_whole(low, factor), _whole(high, factor), forward, upper, lower, P, C) * tl.load(columns)
-        gain = _gains(n, counted, e, C)
-        tl.store(gains + row, gain.to(tl.uint8), mask=row < C.tokens)
+        factor = _float((127 - e) << 23)[:, None, None]
+        a_upper, a_lower = _whole_bytes(a_low, a_high, factor, C)
+        b_upper, b_lower = _whole_bytes(b_low, b_high, factor, C)
+        operands = (
+            operand_rows(_side_by_side(a_upper, b_upper), C),
+            operand_rows(_side_by_side(a_lower, b_lower), C),
+        )
+        n = _components(operands, matrices, others, forward, columns, P, C)
+        gain = _gains(n, counted, e, P, C)
+        _store_gains(gains, gain, row, C)
         g = _float((gain + _GAIN_LEAST - 8 * e) << 20)
-        code = _codes(n, quotient(tl.full(g.shape, 1.0, tl.float32), g, C.fast), columns + P.padded, P)
-        _store_codes(codes, code, row, row_bytes, whole, P, C)
+        inverse = quotient(tl.full(g.shape, 1.0, tl.float32), g, C.fast)
+        _store_codes(codes, _codes(n, inverse, columns + P.padded, P, C), row, row_bytes, whole, P, C)
     return tl.reduce(largest, 0, _elementwise_max)
 
 
 @triton.jit
 def _of_head(tables: tl.tuple, cell: tl.tensor, P: tl.constexpr) -> tl.tuple:
-    """A plane's tables of one layer and head, by its number among those held."""
+    """Return a plane's tables of one layer and head, by its number among those held."""
     matrix, numbers, whole = tables
     return (
-        matrix + cell * (4 * P.half * P.padded),
-        numbers + cell * (4 * P.half + 6 * P.padded + 8),
-        whole + cell * (P.padded + P.padded // 4),
+        tl.multiple_of(matrix + cell * (4 * P.half * P.padded), 16),
+        tl.multiple_of(numbers + cell * (4 * P.half + 6 * P.padded + 8), 16),
+        tl.multiple_of(whole + cell * (P.padded + 5 * P.padded // 8), 16),
     )
 
 

@@ -144,6 +144,8 @@ def _check(table: TransformTable, bits: int) -> None:
         exponents = torch.frexp(plane.scale)
         if not ((exponents.mantissa == 0.5).all() and (exponents.exponent.abs() < 100).all()):
             raise ValueError(f"{name}.scale has other numbers than powers of two")
+        if not (plane.mean * plane.scale).isfinite().all():
+            raise ValueError(f"{name}.mean times {name}.scale is not finite")
         if plane.forward.int().abs().max() > FORWARD_MAX or plane.bits.max() > BITS_MAX:
             raise ValueError(f"{name}.forward or the bits of {name} are out of range")
         if (plane.bits.view(layers, heads, -1, GROUP).sum(-1) % 8).any():

@@ -16,6 +16,9 @@ from kvtier.codecs.transform.slab import TransformPlane
 from kvtier.codecs.transform.table import GROUP
 from kvtier.codecs.turboquant.tables import product_columns
 
+_TWO23_BITS = 0x4B000000  # of fp32, 2^23
+_WHOLE = 1.5 * 2**23  # kvtier.kernels.tiles.WHOLE
+
 
 class KernelTables(NamedTuple):
     """A plane's tables for one kernel, (cells, ...). matrix: int8 or fp16. numbers: fp32. whole: int32."""
@@ -31,26 +34,32 @@ class KernelTables(NamedTuple):
 def encode_tables(shape: TransformPlane, coder: PlaneCoder, before: torch.Tensor) -> KernelTables:
     """Return the tables for encoding. coder: of all cells. before: (cells, 1), bytes of a row before the plane's.
 
-    matrix: both bytes of `forward`. numbers: means and scales of both halves, by component unit (0 if it is not coded),
-    rate, c1, c3, c5 and half the number of codes, then the gain's factor. whole: shifts of codes in the numbers of
-    their groups, first bytes and numbers of bytes of groups.
+    matrix: upper and lower bytes of `forward`, component after component. numbers: -mean * scale, then scales, of lower
+    and upper elements of words, of one half and then the other; by component unit (0 if it is not coded), rate, c1, c3,
+    c5 and half the number of codes; the gain's factor. whole: by component the factor that shifts its code within those
+    of four; of each four what takes _TWO23_BITS off their sum; of groups the bits of their first four components, first
+    bytes, numbers of bytes.
     """
-    forward = _halved(coder.forward.to(torch.int32), shape, 1)
-    forward = _wide(forward, shape.padded)
+    bits = coder.bits
+    rows = torch.arange(2 * shape.half).view(-1, 4, 2, 4).transpose(1, 2).flatten()
+    columns = torch.from_numpy(product_columns(32, GROUP))
+    columns = (torch.arange(0, shape.padded, 32).unsqueeze(1) + columns).flatten()
+    forward = _wide(_halved(coder.forward.to(torch.int32), shape, 1), shape.padded)[:, rows][..., columns].mT
     low = ((forward + 128) & 255) - 128
     limbs = torch.stack([(forward - low) >> 8, low], 1).to(torch.int8)
-    limbs = limbs.view(*limbs.shape[:2], 2, -1, shape.padded).mT
-    bits = coder.bits
-    halves = [_halved(x, shape, 2).flatten(1) for x in (coder.mean, coder.scale)]
+    numbers = [_in_words(_halved(x, shape, 2)) for x in (-coder.mean * coder.scale, coder.scale)]
     curves = torch.tensor(CURVES, dtype=torch.float32)[bits.flatten(1)].movedim(-1, 0)
-    columns = [x.flatten(1) for x in (coder.unit * (bits > 0), *curves.unbind(0), (1 << bits) / 2)]
-    padded = [_wide(x.float(), shape.padded) for x in columns]
-    padded[-1] = padded[-1].clamp(min=0.5)
-    counted = torch.nn.functional.pad(coder.counted.flatten(1), (0, 7))
+    by_component = [x.flatten(1) for x in (coder.unit * (bits > 0), *curves.unbind(0), (1 << bits) / 2)]
+    numbers += [_wide(x.float(), shape.padded) for x in by_component]
+    numbers.append(torch.nn.functional.pad(coder.counted.flatten(1), (0, 3)))
+    numbers.append(torch.nn.functional.pad(torch.full_like(coder.counted.flatten(1), _WHOLE), (0, 3)))
     groups = _Groups.of(bits, before)
-    of_groups = [_wide(x, shape.padded // GROUP) for x in (groups.starts, groups.n_bytes)]
-    shifts = _wide((groups.ends - groups.bits).flatten(1), shape.padded)
-    return KernelTables(limbs, torch.cat([*halves, *padded, counted], -1), torch.cat([shifts, *of_groups], -1).int())
+    quads = groups.bits.reshape(len(bits), -1, 4)
+    weights = 1 << (quads.cumsum(-1) - quads)
+    parts = [(weights.flatten(1), 1), (-_TWO23_BITS * weights.sum(-1), 4), (quads[:, ::2].sum(-1), GROUP)]
+    parts += [(groups.starts, GROUP), (groups.n_bytes, GROUP)]
+    whole = torch.cat([_wide(x, shape.padded // each) for x, each in parts], -1) & 0xFFFFFFFF
+    return KernelTables(limbs, torch.cat(numbers, -1), whole.to(torch.uint32).view(torch.int32))
 
 
 def decode_tables(shape: TransformPlane, coder: PlaneCoder, before: torch.Tensor) -> KernelTables:
@@ -74,12 +83,12 @@ def decode_tables(shape: TransformPlane, coder: PlaneCoder, before: torch.Tensor
     return KernelTables(matrix, torch.cat(numbers, -1), whole)
 
 
-def decode_levels(coder: PlaneCoder) -> torch.Tensor:
+def kernel_levels(coder: PlaneCoder) -> torch.Tensor:
     """(512,) fp16: code c of b bits is at 2^b + c. Other places have zeros."""
     return torch.nn.functional.pad(coder.levels[:-2], (2, 0)).half()
 
 
-def decode_angles(shape: TransformPlane, frequencies: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def kernel_angles(shape: TransformPlane, frequencies: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """(layers, positions, 2, 2, words) fp32: cosines, then sines, of lower and of upper elements of words. frequencies:
     (layers, pairs)."""
     found = torch.stack([torch.stack(angles(each, positions), 1) for each in frequencies])
