@@ -171,6 +171,9 @@ class KvtierModelLoader(DefaultModelLoader):
         files = [] if self.why else self._collect(model, model_config)
         if self.why:
             return None
+        if not Path(model_config.model).is_dir() and any(file.name.startswith("model-rank-") for file in files):
+            fix = "it has shards, which are read by their folder's name only: `hf download` them, and name that folder"
+            raise ConfigError("model", model_config.model, fix)
         stack.enter_context(unchanged(files))
         expected = of_files(files)
         if use_cache and self._cache is not None and self._find_key(model, tensors, model_config, files):

@@ -43,13 +43,18 @@ def _run(arguments: Sequence[str] | None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what its encoding cannot take is escaped
             stream.reconfigure(errors="backslashreplace")
+    # The class of all usage errors, which releases of typer have in different modules.
+    usage_error: type[typer.BadParameter] = typer.BadParameter.mro()[1]
     try:
-        typer.main.get_command(app).main(arguments, prog_name="kvtier")
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else OK
+        status: int = typer.main.get_command(app).main(arguments, prog_name="kvtier", standalone_mode=False)
+        return status
+    except usage_error as error:
+        command = error.ctx.command_path if error.ctx else "kvtier"
+        print(f"{command}: {' '.join(error.format_message().split())} (see {command} --help)", file=sys.stderr)
+        return NOT_DONE
     except OSError as error:  # of --version and --help, which end before a command begins
         drop_output()
         if not isinstance(error, BrokenPipeError):
             print(" ".join(str(error).split()), file=sys.stderr)
             return NOT_DONE
-    return OK
+        return OK

@@ -102,6 +102,8 @@ def check(
     for title, lines in (("bad", found.bad), ("but", found.but)):
         for line in lines:
             print(f"{title}: {line}")
+    if not found.bad:
+        print("ok: an engine would start" + ("" if model else " (its model was not checked: add --model DIR)"))
     for line in _lines(settings, shows_all):
         print(line)
     for what, text in found.root.items():
@@ -162,7 +164,7 @@ def _chosen(settings: Settings) -> dict[str, str]:
         "hbm.staging_bytes": "none; with a GPU what three steps of the engine fill, and 32 chunks",
         "io.threads": f"{sizes.threads}{measured}",
         "io.piece_bytes": f"reads of {size(sizes.piece_bytes)}, writes of {size(sizes.write_piece_bytes)}{measured}",
-        "index.path": "null" if settings.index.kind == "memory" else "chosen: see 'index is'",
+        "index.path": "chosen: see 'index is'" if settings.index.kind == "embedded" else "null",
     }
     values = dict(_leaves(settings))
     return {name: text for name, text in found.items() if values[name] is None}

@@ -47,8 +47,9 @@ def rebuild(path: PathArgument = None, config: ConfigOption = None, as_json: Jso
     )
     added = f"{counted(rebuilt.records, 'record')} of {counted(rebuilt.segments, 'segment')}"
     print(f"{root.path}: {added} added to {where}; taken out of it: {', '.join(taken_out)}")
-    restored = f"{counted(rebuilt.restored.pins, 'pin')} and {counted(rebuilt.restored.quotas, 'quota')}"
-    print(f"{restored} that the index had lost were restored from {root.folder / NOTES_FOLDER}")
+    if any(rebuilt.restored):
+        restored = f"{counted(rebuilt.restored.pins, 'pin')} and {counted(rebuilt.restored.quotas, 'quota')}"
+        print(f"{restored} that the index had lost were restored from {root.folder / NOTES_FOLDER}")
     return FOUND_BAD if rebuilt.unreadable else OK
 
 

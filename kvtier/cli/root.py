@@ -41,31 +41,31 @@ def housekeeper(index: Index, root: Root) -> Housekeeper:
 def readable_index(root: Root) -> Iterator[Index]:
     """Yield the root's index; if there is none here or it is empty, one in memory, made from the record headers."""
     embedded = _embedded_index(root)
-    if embedded is not None:
+    if not isinstance(embedded, str):
         with closing(embedded):
             yield embedded
         return
-    print("no index of this root here: reading the headers of all records instead", file=sys.stderr)
+    print(f"{embedded}; reading the headers of all records instead", file=sys.stderr)
     memory = MemoryIndex()
     with progress("reading headers", "segments") as show:
         housekeeper(memory, root).rebuild(show)
     yield memory
 
 
-def _embedded_index(root: Root) -> Index | None:
-    """Return the root's own index, if it is here, can be opened and has content."""
+def _embedded_index(root: Root) -> Index | str:
+    """Return the root's own index; if it is not here, cannot be opened or is empty, the reason."""
+    why = "no index of this root here"
     if root.index_path is None or not is_of_this_boot(root.index_path):  # one of another boot would be emptied
-        return None
+        return why
     try:
         index = open_embedded(root)
     except (ConfigError, IndexUnavailable, OSError) as fault:
-        print(fault, file=sys.stderr)
-        return None
+        return str(fault)
     try:
         if not index.was_reset:
             index.counts()
             return index
     except IndexUnavailable as fault:
-        print(fault, file=sys.stderr)
+        why = str(fault)
     index.close()
-    return None
+    return why

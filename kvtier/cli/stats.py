@@ -1,21 +1,27 @@
 """`kvtier stats`: content of a root; of a deployment also figures of its engines."""
 
+import os
+from collections.abc import Sequence
 from dataclasses import asdict
 
-from kvtier.admin.answers import LatencySummary, Snapshot
-from kvtier.admin.opened import Opened
+from kvtier.admin.answers import LatencySummary, Snapshot, TierFill
+from kvtier.admin.opened import Opened, opened
 from kvtier.admin.stats import snapshot
 from kvtier.cli.app import app
-from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, deployment, find_place
+from kvtier.cli.place import CommandTarget, ConfigOption, JsonOption, PathArgument, deployment, find_place
 from kvtier.cli.root import readable_index
 from kvtier.cli.tables import UNKNOWN, counted, percent, print_table, seconds, share, when
-from kvtier.maintenance.scrub import NamespaceStats, RootStats
+from kvtier.index.memory import MemoryIndex
+from kvtier.maintenance.scrub import NamespaceStats
 from kvtier.maintenance.scrub import stats as stats_of
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 from kvtier.runtime.units import rate, size
-from kvtier.storage.root import Root, is_read_only
+from kvtier.storage.filesystem import FreeSpace
+from kvtier.storage.root import is_read_only
 
 WORKERS_SHOWN, PREFIXES_SHOWN = 50, 10
+OF_ENGINES = {"rates", "totals", "latencies", "workers", "tenants", "top_prefixes"}  # what an index tells by itself
+Table = tuple[str, list[tuple[str, ...]], tuple[int, ...]]  # title, rows with their heads, columns flush right
 
 
 @app.command("stats", epilog=MEANINGS)
@@ -23,39 +29,52 @@ def stats(path: PathArgument = None, config: ConfigOption = None, as_json: JsonO
     """Show what a root stores. Of a deployment, it also shows how its engines fare."""
     place = find_place(path, config)
     kind = place.settings.index.kind
-    # Without the index nothing is known of engines.
     if place.is_bare or kind == "memory" or (kind == "embedded" and is_read_only(place.root)):
-        return _stats_of_root(place.root, as_json)
-    with deployment(path, config, reads=True) as opened:
-        seen = snapshot(opened)
+        return _stats_of_root(place, as_json)
+    with deployment(path, config, reads=True) as target:
+        seen = snapshot(target)
         if as_json:
-            head = {"root": str(opened.root.path), "index_kind": opened.settings.index.kind}
+            head = {"root": str(target.root.path), "index_kind": target.settings.index.kind}
             print_json(head | seen.model_dump(mode="json"))
         else:
-            _print(opened, seen)
+            _print(target, seen)
     return OK if all(row.is_readable for row in seen.namespaces) else FOUND_BAD
 
 
-def _stats_of_root(root: Root, as_json: bool) -> int:
-    """Print what a root stores, from its folder alone."""
+def _stats_of_root(place: CommandTarget, as_json: bool) -> int:
+    """Print what a root stores; from its own index, if that can be opened, also how engines fare."""
+    root = place.root
     with readable_index(root) as index:
         found = stats_of(root, index)
+        is_own = not isinstance(index, MemoryIndex)  # one made from the headers knows no engines
+        seen = snapshot(opened(place.settings, root, index)) if is_own else None
     if as_json:
         namespaces = [{"id": of.namespace.id.hex(), "tokens": of.tokens, **asdict(of)} for of in found.namespaces]
-        print_json({"root": str(root.path), **asdict(found), "namespaces": namespaces})
-    else:
-        _print_root(root, found)
-    return FOUND_BAD if found.unreadable else OK
-
-
-def _print_root(root: Root, found: RootStats) -> None:
+        engines = seen.model_dump(mode="json", include=OF_ENGINES) if seen else {}
+        print_json(engines | {"root": str(root.path), **asdict(found), "namespaces": namespaces})
+        return FOUND_BAD if found.unreadable else OK
     rows = [_root_row(entry) for entry in found.namespaces]
     if rows:
         titles = ("namespace", "model", "KV", "codec", "chunks", "tokens", "sets", "segments", "on disk", "last used")
         print_table([titles, *rows], right=(4, 5, 6, 7, 8))
-    print(f"{root.path}: {size(found.n_bytes)} in {counted(len(rows), 'namespace')}")
+    free = FreeSpace.of(os.statvfs(root.folder)).n_bytes
+    print(f"{root.path}: {size(found.n_bytes)} in {counted(len(rows), 'namespace')}, {size(free)} free on the disk")
     for fault in found.unreadable:
         print(f"BAD {fault}")
+    if seen:
+        arenas = [found for found in seen.tiers if found.tier != "filesystem"]  # its size is in the settings
+        _print_engines(seen, ("tiers", _tiers(arenas), (1, 2)))
+    print(_left_out(place, is_own))
+    return FOUND_BAD if found.unreadable else OK
+
+
+def _left_out(place: CommandTarget, is_own: bool) -> str:
+    """Name what the folder alone does not tell, and what would. is_own: the root's own index was read."""
+    if place.is_bare:
+        what = "capacity, quotas and pins" if is_own else "engines, capacity, quotas and pins"
+        return f"not shown: {what}; name the engines' settings with --config FILE, or set KVTIER_ROOT if they have none"
+    where = "in the memory of each engine" if place.settings.index.kind == "memory" else "on a read-only mount"
+    return f"not shown: engines, capacity, quotas and pins; the index is {where}"
 
 
 def _root_row(entry: NamespaceStats) -> tuple[str, ...]:
@@ -75,12 +94,26 @@ def _root_row(entry: NamespaceStats) -> tuple[str, ...]:
     )
 
 
-def _print(opened: Opened, seen: Snapshot) -> None:
-    for text in _facts(opened, seen):
+def _print(target: Opened, seen: Snapshot) -> None:
+    capacity, index = seen.capacity, seen.index
+    is_partial = index.is_being_rebuilt
+    state = "; partial until an engine, or kvtier index rebuild, has read the segments" if is_partial else ""
+    print(
+        f"{target.root.path}: {share(capacity.used_bytes, capacity.capacity_bytes)} reserved by segment sets, "
+        f"{size(capacity.pinned_bytes)} pinned, {size(capacity.disk_free_bytes)} free on the disk\n"
+        f"index: {target.settings.index.kind}, {counted(index.chunks, 'chunk')} in "
+        f"{counted(index.sets, 'segment set')}{state}\n"
+        f"eviction: above {percent(capacity.high_watermark)} down to {percent(capacity.low_watermark)}"
+    )
+    _print_engines(seen, ("tiers", _tiers(seen.tiers), (1, 2)), ("namespaces", _namespaces(seen), (3, 4, 5)))
+
+
+def _print_engines(seen: Snapshot, *tables: Table) -> None:
+    """Print how engines and tenants fare. tables: printed before theirs."""
+    for text in _facts(seen):
         print(text)
     for title, rows, right in (
-        ("tiers", _tiers(seen), (1, 2)),
-        ("namespaces", _namespaces(seen), (3, 4, 5)),
+        *tables,
         ("tenants", _tenants(seen), (1, 2, 3)),
         ("latencies, since the engines' start", _latencies(seen), (1, 2, 3, 4)),
         ("engines, since the start of each", _workers(seen), (2, 3, 4, 5, 6, 7)),
@@ -93,22 +126,17 @@ def _print(opened: Opened, seen: Snapshot) -> None:
         print(f"... and {len(seen.workers) - WORKERS_SHOWN} more engines")
 
 
-def _facts(opened: Opened, seen: Snapshot) -> list[str]:
-    capacity, index, now, total = seen.capacity, seen.index, seen.rates, seen.totals
-    is_partial = index.is_being_rebuilt
-    state = "; partial until an engine, or kvtier index rebuild, has read the segments" if is_partial else ""
+def _facts(seen: Snapshot) -> list[str]:
+    now, total = seen.rates, seen.totals
+    if not seen.workers:
+        return ["engines: 0; none reports, so there are no rates"]
     saved = "TTFT saved not measured (no prefill was timed yet)"
     if total.ttft_saved_s is not None:
         saved = f"{seconds(total.ttft_saved_s)} of TTFT saved"
     ceiling = seen.read_ceiling_bytes_s
     of_ceiling = f" ({percent(now.file_read_bytes_s / ceiling)} of {rate(ceiling)} from files)" if ceiling else ""
     return [
-        f"{opened.root.path}: {share(capacity.used_bytes, capacity.capacity_bytes)} reserved by segment sets, "
-        f"{size(capacity.pinned_bytes)} pinned, {size(capacity.disk_free_bytes)} free on the disk",
-        f"index: {opened.settings.index.kind}, {counted(index.chunks, 'chunk')} in "
-        f"{counted(index.sets, 'segment set')}{state}",
-        f"eviction: above {percent(capacity.high_watermark)} down to {percent(capacity.low_watermark)}",
-        f"engines: {len(seen.workers)}" + ("" if seen.workers else "; none reports, so there are no rates"),
+        f"engines: {len(seen.workers)}",
         f"in the last interval: hit ratio {percent(now.hit_ratio)}, loading {rate(now.load_bytes_s)}{of_ceiling}, "
         f"saving {rate(now.save_bytes_s)}, evicting {rate(now.evicted_bytes_s)}",
         f"since the engines' start: hit ratio {percent(total.hit_ratio)}, {size(total.load_bytes)} loaded, "
@@ -116,10 +144,10 @@ def _facts(opened: Opened, seen: Snapshot) -> list[str]:
     ]
 
 
-def _tiers(seen: Snapshot) -> list[tuple[str, ...]]:
+def _tiers(tiers: Sequence[TierFill]) -> list[tuple[str, ...]]:
     rows = [
         (found.tier, share(found.used_bytes, found.size_bytes), percent(found.used_bytes / found.size_bytes))
-        for found in seen.tiers
+        for found in tiers
         if found.size_bytes
     ]
     return [("tier", "used", "fill"), *rows]

@@ -391,11 +391,13 @@ def _near(name: str, names: set[str]) -> str:
 
 def _config_error(settings_cls: type[Settings], error: ValidationError, sources: list[SettingsSource]) -> ConfigError:
     """Turn Pydantic's complaints into one readable message."""
-    first, *others = [_one_error(settings_cls, complaint, sources) for complaint in error.errors()]
+    complaints = sorted(error.errors(), key=lambda complaint: complaint["type"] == "missing")  # may follow from others
+    first, *others = [_one_error(settings_cls, complaint, sources) for complaint in complaints]
     if not others:
         return first
     listed = "; ".join(f"{other.key} = {other.value!r}: {other.fix}" for other in others)
-    return ConfigError(first.key, first.value, f"{first.fix}; {len(others)} more settings are wrong: {listed}")
+    also = "1 more setting is wrong" if len(others) == 1 else f"{len(others)} more settings are wrong"
+    return ConfigError(first.key, first.value, f"{first.fix}; {also}: {listed}")
 
 
 def _one_error(settings_cls: type[Settings], complaint: ErrorDetails, sources: list[SettingsSource]) -> ConfigError:
@@ -407,6 +409,8 @@ def _one_error(settings_cls: type[Settings], complaint: ErrorDetails, sources: l
     if complaint["type"] == "extra_forbidden":
         path = whole
         source = next((source for source in sources if source.holds(path)), sources[0])
+        if source.name == CONNECTOR:  # a key of it alone, which names the file of settings
+            known.add(("config",))
         fix = REMOVED_KEYS.get(path) or "unknown key" + _suggestion(path, known, source)
         return ConfigError(".".join(path), HIDDEN, f"{fix} (from {source.name})")
     elif complaint["type"] == "missing":

@@ -57,13 +57,14 @@ def _driver(version: int | None, names: list[str], n_on_bus: int) -> Diagnosis:
         fix = "give the container the driver: --gpus all, NVIDIA_DRIVER_CAPABILITIES=compute,utility"
         return Diagnosis("bad", "NVIDIA driver", f"the kernel has it ({gpus}), libcuda.so.1 cannot be used", fix)
     if version is None:
-        value = "libcuda.so.1 is not here, or too old for kvtier"
-        if n_on_bus:
-            value += f", and the kernel drives none of the {n_on_bus} NVIDIA GPUs on the PCI bus"
-            fix = "install NVIDIA's driver, until nvidia-smi lists them; engines on the CPU need none"
-        else:
-            value += ", and there is no NVIDIA GPU on the PCI bus"
+        if not n_on_bus:
             fix = "for engines on the CPU nothing is to be done; for a GPU run this where nvidia-smi lists it"
+            return Diagnosis("warn", "NVIDIA driver", "none, and there is no NVIDIA GPU on the PCI bus", fix)
+        value = (
+            "libcuda.so.1 is not here, or too old for kvtier, and the kernel drives none of the "
+            f"{n_on_bus} NVIDIA GPUs on the PCI bus"
+        )
+        fix = "install NVIDIA's driver, until nvidia-smi lists them; engines on the CPU need none"
         return Diagnosis("warn", "NVIDIA driver", value, fix)
     cuda = f"CUDA {version // 1000}.{version % 1000 // 10}"
     return Diagnosis("ok", "NVIDIA driver", f"{cuda}, {gpus or 'GPUs are not listed in /proc'}")

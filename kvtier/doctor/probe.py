@@ -123,5 +123,7 @@ def _target() -> tuple[Target, str, object]:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (OSError, TierUnavailable) as error:
+    except OSError as error:
+        sys.exit(error.strerror or str(error))
+    except TierUnavailable as error:
         sys.exit(str(error))

@@ -31,7 +31,8 @@ def examine(path: Path | None, peer: Path | None = None) -> Iterator[Diagnosis]:
         yield from examine_storage(machine, root, settings, peer)
     else:
         yield from examine_efa(machine, on_lustre=False)
-        yield Diagnosis("warn", "storage", "not looked at", "name the root: kvtier doctor PATH, or set KVTIER_ROOT")
+        fix = "correct the settings" if fault else "name the root: kvtier doctor PATH, or set KVTIER_ROOT"
+        yield Diagnosis("warn", "storage", "not looked at", fix)
     yield _redis(settings)
     if settings is not None and settings.signing.key_file is not None:
         yield _signing(settings)

@@ -17,7 +17,7 @@ from kvtier.format.record import FORMAT_VERSION
 from kvtier.io.calibration import Calibration
 from kvtier.runtime.units import rate, size
 from kvtier.scheduler import capacity_warnings
-from kvtier.storage.filesystem import FileSystem, FreeSpace, file_system_of, stripes_for
+from kvtier.storage.filesystem import IN_MEMORY, FileSystem, FreeSpace, file_system_of, stripes_for
 from kvtier.storage.root import check_mount, nearest, segments_bytes, unwritable
 from kvtier.storage.root_owner import check_node
 
@@ -111,33 +111,36 @@ def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings) -> I
         "segment_bytes": segment_bytes,
     }
     try:
+        larger = "mount it with a larger size" if kind.kind in IN_MEMORY else "raise the quota"
         answer = host.probe("kvtier.doctor.probe", "storage", json.dumps(asked), timeout_s=STORAGE_TIMEOUT_S)
         if answer["is_full"]:
             why = FreeSpace.of(os.statvfs(root)).why_full(segment_bytes)
-            fix = "engines can save only in the place of older sets: make room, or raise the quota"
+            fix = f"engines can save only in the place of older sets: make room, or {larger}"
             yield Diagnosis("warn", "room for a segment", why, fix)
         if "calibration" not in answer:
-            yield Diagnosis(
-                "bad", "storage rates", "not measured: there is no room for it", "make room, or raise the quota"
-            )
+            yield Diagnosis("bad", "storage rates", "not measured: there is no room for it", f"make room, or {larger}")
             return
         found = Calibration.from_json(answer["calibration"])
         alignment = answer["alignment"]
     except (ProbeFailed, Corrupt, KeyError, TypeError) as fault:
-        fix = "make it writable for this user; if it hangs, look at the mount (dmesg)"
-        yield Diagnosis("bad", "storage", f"{root} cannot be measured: {fault}", fix)
+        fix = "choose a root on a disk that this user may write to; if it hangs, look at the mount (dmesg)"
+        yield Diagnosis("bad", "storage", f"no file can be written and read in {root} ({kind.kind}): {fault}", fix)
         return
     yield _direct_io(alignment, kind, settings.io.direct)
+    *tried, why = found.reasons or ("as it comes",)
+    why = why.removeprefix(f"{found.choice} is ")
     if found.read_bytes_s is None:
-        yield Diagnosis("bad", "storage rates", found.describe(), "free some space, or look at the mount (dmesg)")
+        why, _, stopped = why.partition(": ")
+        tried = [reason for reason in tried if reason != stopped]
+        fix = f"make room, or {larger}; else look at the mount (dmesg)"
+        yield Diagnosis("bad", "storage rates", f"not measured: {stopped or why}", fix)
     else:
         latency = f", a page in {1e3 * found.latency_s:.2f} ms" if found.latency_s else ""
         rates = f"reads {rate(found.read_bytes_s)} into {answer['device']}"
         synced = ", fdatasync counted" if kind.holds_direct_writes or alignment is None else ""
         writes = f", writes {rate(found.write_bytes_s)}{synced}" if found.write_bytes_s else ""
         yield Diagnosis("ok", "storage rates", f"{rates}{writes}{latency}")
-    *tried, why = found.reasons or ("as it comes",)
-    yield Diagnosis("ok", "I/O engine", f"{found.choice}; {why.removeprefix(f'{found.choice} is ')}")
+    yield Diagnosis("ok", "I/O engine", f"{found.choice}; {why}")
     own_rate = re.compile(rf"{found.choice.engine} of .*: (again .* GB/s|[0-9.]+ GB/s|not tried, .*)")
     yield from (Diagnosis("ok", "I/O tried", reason) for reason in tried if not own_rate.fullmatch(reason))
 

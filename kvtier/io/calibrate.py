@@ -24,6 +24,7 @@ from kvtier.io.calibration import Ask, Calibration, cache_share, default_choice,
 from kvtier.io.engines import EngineChoice, Target, open_engine
 from kvtier.io.ring import AlignedBuffer, FlushOp, ReadOp, Ring, WriteOp, sizes_for
 from kvtier.runtime.file_descriptors import close_file
+from kvtier.runtime.units import size
 from kvtier.storage.filesystem import file_system_of
 
 PREFIX = ".calibrate-"  # begins the names of scratch files
@@ -67,7 +68,9 @@ def calibrate(ask: Ask, makers: Makers | None = None, clock: Callable[[], float]
     try:
         sweep(ask.folder)
         run.measure()
-    except (OSError, TierUnavailable) as fault:
+    except OSError as fault:
+        run.reasons.append(f"calibration stopped: {fault.strerror or fault}")
+    except TierUnavailable as fault:
         run.reasons.append(f"calibration stopped: {fault}")
     except Hangs:
         run.reasons.append(f"calibration stopped: no answer from the storage in {HANGS_S:g} s")
@@ -168,7 +171,7 @@ class _Run:
         bytes_max = FILE_BYTES_MAX if self._ask.direct and not holds else BUFFERED_BYTES_MAX
         n_max = min(bytes_max, disk.f_bavail * disk.f_frsize // FREE_SHARE) // RECORD_BYTES
         if n_max < 1:
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: no room for {FREE_SHARE * RECORD_BYTES} bytes")
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {size(FREE_SHARE * RECORD_BYTES)} must be free")
         buffers = record_buffers(min(WRITES_IN_FLIGHT, n_max))
         flying: deque[Reads] = deque()
         begun = done = error = 0

@@ -175,7 +175,7 @@ def find_root(path: Path) -> Root:
         owner = read_owner(folder)
     except OSError as error:
         fix = squash_hint(error) or "; make it readable for this user"
-        raise ConfigError("root", str(path), f"cannot be read: {error}{fix}") from None
+        raise ConfigError("root", str(path), f"cannot be read: {error.strerror}{fix}") from None
     return Root(path.absolute(), folder, owner.index_path if owner else None, owner.root_id if owner else "")
 
 
@@ -376,7 +376,11 @@ def _check_versions(path: Path) -> None:
 def _try_to_write(folder: Path) -> None:
     """Raises OSError unless a file can be made, written and removed; a full disk is left to check_space."""
     path = folder / f".write-test-{uuid.uuid4().hex}"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        error.filename = str(folder)  # for messages, instead of a name that this call made up
+        raise
     try:
         os.write(descriptor, bytes(PAGE_BYTES))
         os.fsync(descriptor)
@@ -460,7 +464,9 @@ def squash_hint(error: OSError) -> str:
 def unwritable(root: Path, place: Path) -> ConfigError:
     """Return the refusal of `place`, the root or a folder in or above it, to which this user may not write."""
     fix = "make it writable for this user"
-    if place.is_relative_to(root) and os.geteuid() not in (0, os.stat(place).st_uid):  # such folders are 0700
+    if os.statvfs(place).f_flag & os.ST_RDONLY:
+        fix = "mount it for writing"
+    elif place.is_relative_to(root) and os.geteuid() not in (0, os.stat(place).st_uid):  # such folders are 0700
         fix = "run this as the engines' user, who must own the folder,"
     return ConfigError("root", str(root), f"not writable: {place}; {fix} or choose another root")
 

@@ -36,10 +36,11 @@ def segment_of(root: Path) -> Path:
 
 
 def test_stats_of_what_an_engine_left(made: Path, cli: Cli) -> None:
-    titles, row, summary = cli.printed("stats", str(made)).splitlines()
+    titles, row, summary, engines, left_out = cli.printed("stats", str(made)).splitlines()
     assert titles.split()[:3] == ["namespace", "model", "KV"]
     assert f" {CHUNKS} " in row and f" {64 * CHUNKS} " in row and "4x4 float32" in row and "raw" in row
-    assert summary.startswith(f"{made}: ") and summary.endswith(" in 1 namespace")
+    assert summary.startswith(f"{made}: ") and " in 1 namespace, " in summary
+    assert engines.startswith("engines: 0") and left_out.startswith("not shown: capacity, ")
 
 
 def test_stats_for_programs(made: Path, cli: Cli) -> None:
@@ -92,6 +93,7 @@ def test_without_an_index_the_headers_are_read(root: Path, cli: Cli) -> None:
     shutil.rmtree(root / "v2" / "index")
     out, said = cli.run("stats", "--json", str(root))
     assert json.loads(out)["namespaces"][0]["chunks"] == CHUNKS and "no index of this root here" in said
+    assert "not shown: engines, capacity" in cli.printed("stats", str(root))
     assert not (root / "v2" / "index").exists()  # looking makes nothing
     flip_slab(segment_of(root), 1)
     cli.run("verify", str(root), status=1)
@@ -142,7 +144,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_check_prints_what_would_be_used(config: Path, cli: Cli) -> None:
-    lines = cli.printed("check", str(config)).splitlines()
+    verdict, *lines = cli.printed("check", str(config)).splitlines()
+    assert verdict == "ok: an engine would start (its model was not checked: add --model DIR)"
     assert lines[0].startswith("root: ") and lines[1:3] == ["capacity_bytes: 4294967296 (4.0 GiB)", "io.threads: 3"]
     assert "host.admit: always; with a GPU saved  (the default)" in lines
     assert not any(line.startswith("epoch") for line in lines)

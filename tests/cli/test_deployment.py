@@ -129,6 +129,17 @@ def test_stats_of_a_deployment(config: Path, cli: Cli) -> None:
     assert " raw, chunks of 64 " in out, "two namespaces that differed in chunk_tokens alone looked alike"
 
 
+def test_stats_of_a_folder_shows_its_engines(config: Path, cli: Cli) -> None:
+    """It showed the namespaces alone, although the index in the folder has the engines' reports."""
+    report(config)
+    out = cli.printed("stats", str(root_of(config)))
+    for title in ("engines, since the start of each:", "prefixes that are loaded most:"):
+        assert f"\n{title}\n" in out
+    assert "engines: 1\n" in out and "filesystem" not in out, "the default capacity is not that of the engines"
+    assert out.splitlines()[-1].startswith("not shown: capacity, quotas and pins; name the engines' settings")
+    assert cli.json("stats", str(root_of(config)))["workers"][0]["report"]["host"] == "gpu-01"
+
+
 def report(config: Path) -> None:
     """Leaves a note as an engine does."""
     index = LmdbIndex(str(root_of(config) / "v2" / "index"))
@@ -320,6 +331,9 @@ def test_a_read_only_root_can_be_looked_at(read_only: Path, tokens: str, cli: Cl
     assert [pin["keys"] for pin in cli.json("pin", str(read_only))["pins"]] == [CHUNKS]
     assert [quota["of"] for quota in cli.json("quota", str(read_only))["quotas"]] == ["search"]
     assert cli.json("verify", str(read_only))["records"] == CHUNKS
+    out, said = cli.run("stats", str(read_only))
+    assert "engines, capacity, quotas and pins; the index is on a read-only" in out
+    assert len(said.splitlines()) == 1, "two lines, which contradicted each other"
 
 
 @pytest.mark.parametrize("words", [("index", "check"), ("index", "rebuild"), ("evict", "--bytes", "1MiB", "--yes")])
@@ -399,7 +413,9 @@ def test_verify_takes_settings_too(config: Path, cli: Cli) -> None:
     ],
 )
 def test_wrong_usage_is_status_2(arguments: list[str], cli: Cli) -> None:
-    assert "Usage: kvtier" in cli.errors(*arguments, status=2)
+    """Each took three lines, of which the last one said what is wrong."""
+    said = cli.refused(*arguments)
+    assert said.startswith(f"kvtier{' ' if arguments[0] != 'stat' else ':'}") and said.endswith(" --help)\n")
 
 
 def test_a_bar_is_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:

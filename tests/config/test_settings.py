@@ -160,7 +160,8 @@ REFUSED: list[tuple[dict[Any, Any] | str, str, tuple[str, ...]]] = [
     ("root: /x\nepoch: -1\n", "epoch", ("(from file PATH)",)),
     ("root: /x\nqueues: {load_threads: 0}\n", "queues.load_threads", ("PATH, written queues: {load_threads: ...})",)),
     ({"io": {"threads": 0}}, "io.threads", ('(from connector config, written {"io": {"threads": ...}})',)),
-    ({"epoch": -1, "io": {"threads": 0}}, "epoch", ("1 more settings are wrong",)),
+    ({"epoch": -1, "io": {"threads": 0}}, "epoch", ("1 more setting is wrong",)),
+    ({"confg": "/x.yaml"}, "confg", ("unknown key; did you mean 'config'?",)),
     (
         {"epoch": -1, "io": {"threads": 0}, "hots": 1},
         "epoch",
@@ -241,7 +242,7 @@ def test_a_refusal_names_key_source_and_fix(
     for part in said:
         assert part.replace("PATH", path) in str(error)
     assert error.value == "***" or not error.fix.startswith("unknown key")
-    assert ("more settings" in error.fix) is any("more settings" in part for part in said), "one complaint a key"
+    assert ("more setting" in error.fix) is any("more setting" in part for part in said), "one complaint a key"
     assert "KVTIER_" not in error.fix
 
 

@@ -178,7 +178,7 @@ def test_gpu_memory_where_there_is_no_gpu(host: Host) -> None:
 def test_no_driver_says_what_was_looked_for(host: Host) -> None:
     (verdict,) = [line for line in examine_gpu(probed(host, {"driver": None})) if line.what == "NVIDIA driver"]
     assert verdict.level == "warn" and "nothing is to be done" in verdict.fix and "nvidia-smi" in verdict.fix
-    assert verdict.value == "libcuda.so.1 is not here, or too old for kvtier, and there is no NVIDIA GPU on the PCI bus"
+    assert verdict.value == "none, and there is no NVIDIA GPU on the PCI bus"
     with_gpu(host)
     shutil.rmtree(host.proc / "driver")
     (verdict,) = [line for line in examine_gpu(probed(host, {"driver": None})) if line.what == "NVIDIA driver"]
@@ -398,6 +398,21 @@ def test_storage_that_could_not_be_measured(host: Host, tmp_path: Path) -> None:
     found = by_name(list(examine_storage(refusing, tmp_path, None)))
     assert found["direct I/O"].level == "warn" and "refuses O_DIRECT" in found["direct I/O"].value
     assert storage.STORAGE_TIMEOUT_S > 30
+
+
+def test_a_place_that_takes_no_files_is_one_sentence() -> None:
+    """It was "[Errno 2] No such file or directory: '/proc/.calibrate-11987-a8...'"."""
+    (verdict,) = [verdict for verdict in examine(Path("/proc")) if verdict.level == "bad"]
+    assert "/.calibrate-" not in verdict.value and "Errno" not in verdict.value and "root" in verdict.fix
+
+
+def test_a_small_tmpfs_has_no_quota(tmp_path: Path, mount_tmpfs: Mount) -> None:
+    mount_tmpfs(tmp_path, "size=1m")
+    rates = by_name(list(examine(tmp_path)))["storage rates"]
+    assert "mount it with a larger size" in rates.fix and rates.value.endswith("32.0 MiB must be free")
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    found = by_name(list(examine(tmp_path)))
+    assert all("a larger size" in found[what].fix for what in ("room for a segment", "storage rates"))
 
 
 def test_a_quota_is_named_where_statvfs_has_room(host: Host, tmp_path: Path) -> None:

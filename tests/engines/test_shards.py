@@ -23,7 +23,7 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from kvtier.cli import main
 from kvtier.connectors.vllm import weights_shard
-from kvtier.connectors.vllm.weights_loader import release
+from kvtier.connectors.vllm.weights_loader import KvtierModelLoader, release
 from kvtier.connectors.vllm.weights_ranks import as_rank, engine_config
 from kvtier.errors import ConfigError, TierUnavailable, WeightsDamaged
 from kvtier.model.shard_manifest import NAME, read_shard_manifest
@@ -172,6 +172,17 @@ def test_a_missing_shard_is_refused(copied: Path) -> None:
     load(copied, RANKS, 0)
     with pytest.raises(ConfigError, match=r"model-rank-1-part-0\.safetensors.*missing"):
         load(copied, RANKS, 1)
+
+
+def test_shards_by_a_name_of_the_hub_are_refused(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM downloads no manifest, and its loaders took the shards for a checkpoint with strange names."""
+    monkeypatch.setattr(KvtierModelLoader, "_collect", lambda *_: sorted(made.glob("model-rank-*.safetensors")))
+    config = engine_config(str(made), RANKS)
+    with as_rank(config, 0):
+        model = fresh_model(config)
+        config.model_config.model = "org/shards"
+        with pytest.raises(ConfigError, match="model = 'org/shards': it has shards.*name that folder"):
+            loader().load_weights(model, config.model_config)
 
 
 def test_swapped_shards_are_refused(copied: Path) -> None:

@@ -123,6 +123,8 @@ def test_a_rebuild_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     shutil.rmtree(tmp_path / "kv/v2/index")
     assert main(["index", "rebuild", str(place.settings.root)]) == 0
     assert "1 pin and 0 quotas that the index had lost were restored" in capsys.readouterr().out
+    assert main(["index", "rebuild", str(place.settings.root)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1, "it said that nothing was restored"
 
 
 def test_strange_files_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -144,6 +144,8 @@ def test_disk_that_is_read_only(tmp_path: Path, mount_tmpfs: Mount) -> None:
         error = refusal(settings_for(root))
         assert error.key == "root" and error.value == str(root)
         assert "not writable: Read-only file system" in error.fix and "choose another root" in error.fix
+        assert ".write-test" not in error.fix
+    assert "mount it for writing" in unwritable(tmp_path / "kv", tmp_path / "kv").fix
 
 
 def test_disk_that_is_too_small_for_a_segment(tmp_path: Path, mount_tmpfs: Mount) -> None:
