@@ -41,6 +41,7 @@ GROUP = 8  # components whose codes are whole bytes together
 BITS_MAX = 8
 LEVELS = 512
 FORWARD_MAX = 127 * 256  # largest magnitude in `forward`: both of its bytes, taken as signed, fit int8
+MEAN_MAX = 2.0**100  # bound of `mean`
 HEAD_SIZES = (64, 80, 96, 128, 256)
 HASH_BYTES = 16
 
@@ -144,8 +145,9 @@ def _check(table: TransformTable, bits: int) -> None:
         exponents = torch.frexp(plane.scale)
         if not ((exponents.mantissa == 0.5).all() and (exponents.exponent.abs() < 100).all()):
             raise ValueError(f"{name}.scale has other numbers than powers of two")
-        if not (plane.mean * plane.scale).isfinite().all():
-            raise ValueError(f"{name}.mean times {name}.scale is not finite")
+        # The kernel computes x * scale - mean * scale. Within these bounds that is (x - mean) * scale.
+        if not ((plane.mean * plane.scale).isfinite() & (plane.mean.abs() < MEAN_MAX)).all():
+            raise ValueError(f"{name}.mean is too large")
         if plane.forward.int().abs().max() > FORWARD_MAX or plane.bits.max() > BITS_MAX:
             raise ValueError(f"{name}.forward or the bits of {name} are out of range")
         if (plane.bits.view(layers, heads, -1, GROUP).sum(-1) % 8).any():
