@@ -74,7 +74,7 @@ class Bounds(NamedTuple):
 
     announced: announced chunks that are remembered, at 0.8 KiB each; beyond, the one not found for longest is revoked.
     waiting: changes not taken yet; beyond, no chunk is announced until it is found again.
-    expected: chunks being saved. doubted: chunks to look up.
+    expected: chunks that are being saved, or could not be. doubted: chunks to look up.
     """
 
     announced: int = 32_768
@@ -163,12 +163,8 @@ class Announcements(Watcher):
         with self._lock:
             for answer in done:
                 expected = self._expected.get(answer.key)
-                if expected is None:
-                    continue
-                if answer.outcome is SaveOutcome.QUEUE_FULL:  # it may be planned again
-                    continue
-                if answer.outcome not in (SaveOutcome.SAVED, SaveOutcome.PRESENT):
-                    del self._expected[answer.key]
+                # A chunk that was not saved may be planned again, even if its request has ended.
+                if expected is None or answer.outcome not in (SaveOutcome.SAVED, SaveOutcome.PRESENT):
                     continue
                 place = (answer.set_id, answer.slot)
                 if expected.place != place:

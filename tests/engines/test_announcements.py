@@ -93,11 +93,12 @@ def test_what_was_saved_is_told_when_it_was_and_not_before() -> None:
     assert telling.take() == []
 
 
-def test_a_chunk_that_a_full_queue_refused_is_announced_when_it_is_saved_later() -> None:
+@pytest.mark.parametrize("first", [SaveOutcome.QUEUE_FULL, FAILED])
+def test_a_chunk_that_was_not_saved_is_announced_when_it_is_saved_later(first: SaveOutcome) -> None:
     """Its request may have ended, and nothing is described of it again."""
     telling = Telling(writers=2)
     telling.told.wanted("r", 0, keys([0]))
-    for outcome in (SAVED, SaveOutcome.QUEUE_FULL):
+    for outcome in (SAVED, first):
         telling.told.saved([SaveDone(keys([0])[0], 1, 5, outcome)])
     for expected in ([], added(0)):
         telling.told.saved([SaveDone(keys([0])[0], 1, 6, SAVED)])
