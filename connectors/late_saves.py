@@ -14,6 +14,9 @@ from kvtier.scheduler.store import WantedChunk
 KEPT_MAX = 4096  # limit of the chunks that are noted (I4)
 # Steps after which a chunk is given up. An engine without other work makes a step every 10 ms (bridge.IDLE_WAIT_S).
 STEPS_MAX = 1000
+# Such steps in a row without a stored chunk after which all are given up. Until then a pause of the engine waits, and
+# in data parallelism the other ranks wait for each step.
+STALLED_STEPS_MAX = 300
 ANSWER_STEPS = 8  # steps after which workers have refused the chunks that do not fit; vLLM plans fewer steps ahead
 
 # Returns an object for each block that stands for the block's content. As soon as the engine gives the block to a
@@ -59,6 +62,7 @@ class LateSaves:
         self._refused: dict[bytes, None] = {}  # by one rank or more; others may not have answered yet
         self._due: dict[bytes, None] = {}
         self._step = 0
+        self._stalled_steps = 0  # in which chunks waited, since a chunk was stored
 
     @property
     def are_waiting(self) -> bool:
@@ -85,6 +89,11 @@ class LateSaves:
         """Drop the note of a chunk that is stored, or that will not be."""
         for chunks in (self._kept, self._refused, self._due):
             chunks.pop(key, None)
+
+    def stored(self, key: bytes) -> None:
+        """Drop the note of a chunk that is stored now. The storage answers, so others may wait for room."""
+        self._stalled_steps = 0
+        self.forget(key)
 
     def clear(self) -> None:
         """Drop all notes."""
@@ -113,6 +122,7 @@ class LateSaves:
         returned only up to `limit`; None: no limit. Call once a step, after the engine gave blocks to its requests.
         """
         taken: dict[int, Due] = {}
+        self._stalled_steps += self.are_waiting
         n_left = len(self._due) if limit is None else limit
         for kept in sorted((self._kept[key] for key in self._due), key=lambda kept: (kept.arrival, kept.chunk.number)):
             if n_left <= 0 and kept.step != self._step:
@@ -127,7 +137,7 @@ class LateSaves:
                 del self._due[kept.chunk.key]
                 self._kept[kept.chunk.key] = kept._replace(planned=self._step)
         self._step += 1
-        for key in [key for key in self._refused if self._step - self._kept[key].step > STEPS_MAX]:
+        for key in [key for key in self._refused if self._is_over(self._kept[key])]:
             del self._refused[key]
         return taken
 
@@ -135,6 +145,9 @@ class LateSaves:
         """Return True if workers must have taken the chunk: no refusal came in the steps in which it would have."""
         is_answered = self._step - kept.planned > ANSWER_STEPS
         return is_answered and key not in self._due and key not in self._refused
+
+    def _is_over(self, kept: _LateChunk) -> bool:
+        return self._step - kept.step > STEPS_MAX or self._stalled_steps > STALLED_STEPS_MAX
 
     def _is_alive(self, kept: _LateChunk) -> bool:
         """Return True if the blocks still hold the chunk before the next forward.
@@ -144,7 +157,7 @@ class LateSaves:
         """
         if kept.step == self._step:
             return True
-        if self._step - kept.step > STEPS_MAX:
+        if self._is_over(kept):
             return False
         now = self.contents_of(kept.chunk.block_ids)
         return all(then is not None and then is at for then, at in zip(kept.contents, now, strict=True))

@@ -138,9 +138,10 @@ class PendingSaves:
     def _note_answers(self, done: Sequence[SaveDone]) -> None:
         for answer in done:
             if self._store.is_stored(answer.key):
-                self.late.forget(answer.key)
+                self.late.stored(answer.key)
             elif answer.outcome is SaveOutcome.QUEUE_FULL and self._store.is_known(answer.key):
                 self.late.refused(answer.key)
+                self._pacing.slot_lost()
 
     def _plan_again(self, request: TrackedRequest, lost: LostSave) -> None:
         if lost.outcome is SaveOutcome.REFUSED:

@@ -2,24 +2,43 @@
 
 WINDOW_MIN = 8  # chunks of the first step after a refusal
 WINDOW_MAX = 1024  # chunks; a window beyond is none
+PAUSE_MAX = 31  # steps without planned chunks after a slot was lost
 
 
 class SavePacing:
     """A refused chunk is planned again in a later step. The window keeps steps from planning hundreds of chunks that
-    are refused again: it begins small after each refusal, and doubles with each step without one."""
+    are refused again: it begins small after each refusal, and doubles with each step without one.
+
+    If one rank refuses a chunk that another takes, that rank writes it again with each attempt, in another slot. After
+    such a refusal no chunks are planned for a pause, which doubles with each one until steps without a refusal have
+    opened the window.
+    """
 
     def __init__(self) -> None:
         self._window: int | None = None
-        self._was_refused = False
+        self._was_refused = self._was_slot_lost = False
+        self._pause = self._pause_left = 0  # steps
 
     def refused(self) -> None:
         """Note that a chunk could not be taken."""
         self._was_refused = True
 
+    def slot_lost(self) -> None:
+        """Note that one rank refused a chunk that another takes."""
+        self._was_refused = self._was_slot_lost = True
+
     def next_window(self) -> int | None:
         """Return the chunks that this step may plan; None: any number. Call once a step."""
+        if self._was_slot_lost:
+            self._was_slot_lost = False
+            self._pause_left = self._pause = min(2 * self._pause + 1, PAUSE_MAX)
+        if self._pause_left:
+            self._pause_left -= 1
+            return 0
         if self._was_refused:
             self._was_refused, self._window = False, WINDOW_MIN
-        elif self._window is not None:
-            self._window = self._window * 2 if self._window < WINDOW_MAX else None
+        elif self._window is not None and self._window < WINDOW_MAX:
+            self._window *= 2
+        else:
+            self._window, self._pause = None, 0
         return self._window

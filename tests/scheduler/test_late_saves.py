@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from kvtier.connectors import late_saves
+from kvtier.connectors.kv_events import Added, Announcements, ChunkBlocks
 from kvtier.connectors.late_saves import LateSaves
 from kvtier.plan import SaveDone, SaveOutcome, SavePlan
 from kvtier.runtime import metrics as names
@@ -185,6 +186,45 @@ def test_an_engine_without_work_does_not_try_for_ever(scene: Scene, monkeypatch:
     assert scene.counted(names.SKIPPED_QUEUE_FULL) == 4 and scene.counted(names.DROPPED_TAILS) == 1
 
 
+def test_storage_that_stores_nothing_is_not_waited_for_with_each_request_that_ends(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late_saves, "STALLED_STEPS_MAX", 20)
+    Contents(scene)
+    scene.room = 2
+
+    def idle_until_lost(name: str, first: int) -> int:
+        scene.request(name, 6, first)
+        step(scene, name, ends=[name])
+        n_steps = 0
+        while scene.bridge.has_pending_gathers() and n_steps < 100:
+            step(scene)
+            n_steps += 1
+        return n_steps
+
+    assert 20 <= idle_until_lost("first", 0) <= 22
+    assert idle_until_lost("second", 1000) <= 2
+    scene.write(1)
+    scene.room = 1
+    assert 20 <= idle_until_lost("after a chunk was stored", 2000) <= 22
+
+
+def test_slow_storage_is_waited_for(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_saves, "STALLED_STEPS_MAX", 20)
+    Contents(scene)
+    scene.room = 1
+    scene.request("r", 6)
+    step(scene, "r", ends=["r"])
+    n_steps = 0
+    while scene.bridge.has_pending_gathers() and n_steps < 200:
+        n_steps += 1
+        if n_steps % 15 == 0:
+            scene.write(1)
+        step(scene)
+    scene.write()
+    assert scene.taken["r"] == list(range(6)) and n_steps == 75
+
+
 def chunks(*numbers: int) -> list[WantedChunk]:
     return [WantedChunk(bytes([n] * 16), b"", (n,), number=n) for n in numbers]
 
@@ -248,19 +288,26 @@ def test_of_a_burst_beyond_the_bound_the_newest_lose_their_tails(scene: Scene, m
     assert scene.counted(names.SKIPPED_QUEUE_FULL) == 8 and scene.counted(names.DROPPED_TAILS) == 2
 
 
+def planned_and_ended(scene: Scene, chunks: int) -> SavePlan | None:
+    """The plan of a request that ended before its workers' answers arrive."""
+    Contents(scene)
+    scene.request("r", chunks)
+    scene.bridge.advance("r", chunks * scene.size, scene.blocks("r"))
+    plan = scene.bridge.take_step().after
+    scene.bridge.finish("r", chunks * scene.size, scene.blocks("r"))
+    return plan
+
+
+def answers(plan: SavePlan | None, *outcomes: SaveOutcome) -> list[SaveDone]:
+    """Those of one rank."""
+    assert plan is not None
+    return [SaveDone(c.key, c.set_id, c.slot, outcome) for c, outcome in zip(plan.chunks, outcomes, strict=True)]
+
+
 def test_what_one_rank_refused_is_planned_again_once_the_other_has_answered(tmp_path: Path) -> None:
     """The engine has no other work, and steps are needed to hear of the other rank."""
     scene = Scene(tmp_path, engine=Engine(tmp_path, tensor_size=2))
-    Contents(scene)
-    scene.request("r", 4)
-
-    def answers(plan: SavePlan | None, *outcomes: SaveOutcome) -> list[SaveDone]:
-        assert plan is not None
-        return [SaveDone(c.key, c.set_id, c.slot, outcome) for c, outcome in zip(plan.chunks, outcomes, strict=True)]
-
-    scene.bridge.advance("r", 4 * scene.size, scene.blocks("r"))
-    plan = scene.bridge.take_step().after
-    scene.bridge.finish("r", 4 * scene.size, scene.blocks("r"))
+    plan = planned_and_ended(scene, 4)
     assert not scene.bridge.has_pending_gathers()
     scene.bridge.saved(answers(plan, SAVED, SAVED, QUEUE_FULL, QUEUE_FULL))
     assert scene.bridge.has_pending_gathers()
@@ -272,6 +319,41 @@ def test_what_one_rank_refused_is_planned_again_once_the_other_has_answered(tmp_
     scene.bridge.saved(2 * answers(again.before, SAVED, SAVED))
     assert not scene.bridge.has_pending_gathers()
     assert all(scene.engine.store.is_stored(key) for key in scene.engine.keys(scene.tokens["r"]))
+    scene.engine.close()
+
+
+@pytest.mark.parametrize("is_refusal_last", [False, True])
+def test_what_is_stored_late_is_announced(tmp_path: Path, is_refusal_last: bool) -> None:
+    """Whatever the ranks answered before. A reader of events is told of no chunk again that it missed here."""
+    scene = Scene(tmp_path, engine=Engine(tmp_path, tensor_size=2))
+    told = Announcements(lambda _, chunk: ChunkBlocks((b"%d" % chunk,), None, (), ()), scene.engine.store.index, 1, 2)
+    scene.bridge.saves.watcher = told
+    plan = planned_and_ended(scene, 2)
+    ranks = [answers(plan, SAVED, SaveOutcome.FAILED), answers(plan, QUEUE_FULL, QUEUE_FULL)]
+    for done in ranks if is_refusal_last else reversed(ranks):
+        scene.bridge.saved(done)
+    for _ in range(4):
+        plan = scene.bridge.take_step(is_idle=True).before
+        scene.bridge.saved([] if plan is None else 2 * answers(plan, *len(plan.chunks) * [SAVED]))
+    keys = scene.engine.keys(scene.tokens["r"])
+    stored = [b"%d" % chunk for chunk, key in enumerate(keys) if scene.engine.store.is_stored(key)]
+    assert stored and [change.blocks.hashes[0] for change in told.take(9) if isinstance(change, Added)] == stored
+    scene.engine.close()
+
+
+def test_a_rank_that_takes_no_chunks_does_not_make_the_other_write_each_of_them_a_hundred_times(tmp_path: Path) -> None:
+    """Each attempt costs a slot of a segment set, so hundreds of them would evict what is stored."""
+    scene = Scene(tmp_path, engine=Engine(tmp_path, tensor_size=2))
+    plan, n_written, n_steps = planned_and_ended(scene, 4), 0, 0
+    while plan is not None or scene.bridge.has_pending_gathers():
+        if plan is not None:
+            scene.bridge.saved(answers(plan, *len(plan.chunks) * [QUEUE_FULL]))
+            assert scene.bridge.take_step(is_idle=True).before is None
+            scene.bridge.saved(answers(plan, *len(plan.chunks) * [SAVED]))
+            n_written += len(plan.chunks)
+        plan = scene.bridge.take_step(is_idle=True).before
+        n_steps += 1
+    assert n_steps > 200 and 4 * 6 <= n_written <= 4 * 20
     scene.engine.close()
 
 
