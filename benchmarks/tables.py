@@ -110,14 +110,14 @@ def ttft_more() -> Lines:
     names = {"ttft_disk": "raw, disk", "ttft_arena": "raw, host arena", "two_gpus_ttft": "70B at TP=2, raw, tmpfs"}
     names |= {"two_gpus_ttft_k4v4": "70B at TP=2, k4v4, tmpfs"}
     names |= {"two_gpus_ttft_032": "half of 70B's layers at TP=2, raw, tmpfs, vLLM 0.32.0, H100"}
-    names |= {f"ttft_tmpfs_{codec}": f"{codec}, tmpfs" for codec in ("raw", "int8", "k4v4", "tc4")}
+    names |= {f"ttft_tmpfs_{codec}": f"{codec}, tmpfs" for codec in ("raw", "int8", "k4v4", "tc4", "tc3")}
     names |= {"ttft_disk_k4v4": "k4v4, disk"}
     lines = [[label, *row] for name, label in names.items() for row in ttft.table_rows(read(f"gpu/{name}")["rows"])]
     return [
         f"**More TTFTs, ms** (`run_h200.sh ttft-disk`, `ttft-disk@CODEC`, `two-ttft`, {source(read('gpu/ttft_disk'))} "
-        f"and others; from tmpfs {source(read('gpu/ttft_tmpfs_raw'))}, the table of tc4 of random statistics; loads "
-        "are forced that `min_load_tokens: auto` would skip; last column: TTFT over the floor / bytes at the rate of "
-        "direct reads around it):",
+        f"and others; from tmpfs {source(read('gpu/ttft_tmpfs_raw'))}, vLLM 0.32.0, the tables of tc4 and tc3 of "
+        "random statistics; loads are forced that `min_load_tokens: auto` would skip; last column: TTFT over the "
+        "floor / bytes at the rate of direct reads around it):",
         *rows(["run", *ttft.COLUMNS], lines),
     ]
 
