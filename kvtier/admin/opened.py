@@ -88,7 +88,7 @@ def open_for_admin(settings: Settings) -> Opened:
     if settings.index.kind == "memory":
         fix = "an index in memory is one engine's own, and no other process sees it; use embedded or redis"
         raise ConfigError("index.kind", "memory", fix)
-    root = open_root(settings)
+    root = open_root(settings, needs_room=False)
     return opened(settings, root, open_index(settings, root))
 
 

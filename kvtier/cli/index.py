@@ -98,7 +98,7 @@ def _index_of(path: Path | None, config: Path | None) -> Iterator[tuple[Root, In
     root, settings = place.root, place.settings
     index: Index
     if settings.index.kind == "redis":
-        root = open_root(settings)
+        root = open_root(settings, needs_room=False)
         index, where = open_redis_to_mend(settings, root), f"the index at {settings.index.url}"
     elif root.root_id:
         fix = "the index of this root is in Redis: name the engines' settings with --config FILE"

@@ -67,10 +67,11 @@ class Root:
     node: Node | None = field(default=None, compare=False)
 
 
-def open_root(settings: Settings, again: Root | None = None) -> Root:
+def open_root(settings: Settings, again: Root | None = None, *, needs_room: bool = True) -> Root:
     """Creates or checks the root for writing, and claims it for this node. Raises ConfigError.
 
-    again: the root as this process opened it before; an unclaimed one is claimed as it was.
+    again: the root as this process opened it before; an unclaimed one is claimed as it was. needs_room: refuse a disk
+    without room for a segment set. Commands that evict must be able to open such a root.
     """
     path = settings.root
     folder = path / f"v{FORMAT_VERSION}"
@@ -80,7 +81,8 @@ def open_root(settings: Settings, again: Root | None = None) -> Root:
         _check_versions(path)
         _make_folder(folder)
         _try_to_write(folder)
-        check_space(path, settings.rank_set_bytes_max)
+        if needs_room:
+            check_space(path, settings.rank_set_bytes_max)
         return _claim(settings, folder, again)
     except OSError as error:
         raise _config_error(path, error, settings.rank_set_bytes_max) from None

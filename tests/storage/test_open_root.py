@@ -7,11 +7,13 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtier.admin.opened import open_for_admin
 from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError
 from kvtier.index.lmdb.index import LmdbIndex
@@ -181,6 +183,17 @@ def test_disk_that_is_full(tmp_path: Path, mount_tmpfs: Mount) -> None:
         assert "64KiB are needed" in error.fix
     with pytest.raises(ConfigError, match="root = .*its disk is full"):  # `kvtier check` called 0 bytes fit to start
         with_default_capacity(Settings.load({"root": str(tmp_path)}))
+
+
+def test_commands_that_evict_open_a_root_on_a_full_disk(tmp_path: Path, mount_tmpfs: Mount) -> None:
+    mount_tmpfs(tmp_path, "size=24m")
+    settings = settings_for(tmp_path)
+    root = open_root(settings)
+    open_for_admin(settings).close()
+    fill(tmp_path / "somebody elses.bin")
+    assert "its disk is full" in refusal(settings).fix
+    with closing(open_for_admin(settings)) as opened:
+        assert opened.root == root and not opened.index.sets()
 
 
 def test_disk_without_a_free_inode(tmp_path: Path, mount_tmpfs: Mount) -> None:
