@@ -14,9 +14,9 @@ from kvtier.scheduler.store import WantedChunk
 KEPT_MAX = 4096  # limit of the chunks that are noted (I4)
 # Steps after which a chunk is given up. An engine without other work makes a step every 10 ms (bridge.IDLE_WAIT_S).
 STEPS_MAX = 1000
-# Such steps in a row without a stored chunk after which all are given up. Until then a pause of the engine waits, and
-# in data parallelism the other ranks wait for each step.
-STALLED_STEPS_MAX = 300
+# Such steps in a row without a stored chunk after which all are given up: storage may hang for seconds. Until then a
+# pause of the engine waits, and in data parallelism the other ranks wait for each step.
+STALLED_STEPS_MAX = 600
 ANSWER_STEPS = 8  # steps after which workers have refused the chunks that do not fit; vLLM plans fewer steps ahead
 
 # Returns an object for each block that stands for the block's content. As soon as the engine gives the block to a
