@@ -56,6 +56,7 @@ class Finder:
         if name == sys.argv[1]:
             os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells ignore in what they run in the background
 sys.meta_path.insert(0, Finder())
 runpy.run_module("kvtier.cli", run_name="__main__")
 """
