@@ -74,7 +74,7 @@ class Bounds(NamedTuple):
 
     announced: announced chunks that are remembered, at 0.8 KiB each; beyond, the one not found for longest is revoked.
     waiting: changes not taken yet; beyond, no chunk is announced until it is found again.
-    expected: chunks that are being saved, or could not be. doubted: chunks to look up.
+    expected: chunks that are being saved, or that may be saved again after a failure. doubted: chunks to look up.
     """
 
     announced: int = 32_768

@@ -14,8 +14,9 @@ from kvtier.scheduler.store import WantedChunk
 KEPT_MAX = 4096  # limit of the chunks that are noted (I4)
 # Steps after which a chunk is given up. An engine without other work makes a step every 10 ms (bridge.IDLE_WAIT_S).
 STEPS_MAX = 1000
-# Such steps in a row without a stored chunk after which all are given up: storage may hang for seconds. Until then a
-# pause of the engine waits, and in data parallelism the other ranks wait for each step.
+# Steps in a row without a stored chunk after which all chunks are given up: 6 s of steps without other work, because
+# storage may hang for seconds. No more, because vLLM's pause waits for all these steps, and with data parallelism the
+# other ranks wait for each of them.
 STALLED_STEPS_MAX = 600
 ANSWER_STEPS = 8  # steps after which workers have refused the chunks that do not fit; vLLM plans fewer steps ahead
 
@@ -62,7 +63,7 @@ class LateSaves:
         self._refused: dict[bytes, None] = {}  # by one rank or more; others may not have answered yet
         self._due: dict[bytes, None] = {}
         self._step = 0
-        self._stalled_steps = 0  # in which chunks waited, since a chunk was stored
+        self._stalled_steps = 0  # steps with waiting chunks since the last chunk was stored
 
     @property
     def are_waiting(self) -> bool:
@@ -91,7 +92,7 @@ class LateSaves:
             chunks.pop(key, None)
 
     def stored(self, key: bytes) -> None:
-        """Drop the note of a chunk that is stored now. The storage answers, so others may wait for room."""
+        """Drop the note of a chunk that is stored now. The storage answers, so stalled steps count from 0."""
         self._stalled_steps = 0
         self.forget(key)
 

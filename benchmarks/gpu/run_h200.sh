@@ -51,7 +51,7 @@
 #
 # Environment: OUT (where JSON and logs go), COUNT (prompts a length), SYSTEMS (of versus and long-doc-qa),
 # SAVE_PARTS (of save: ttft,decode,burst), FOLDER (of save), SHM (of /dev/shm), LANES_S (seconds for all lanes), LENGTHS, FOLDERS (of ceilings),
-# KINDS (of under-load), HOST_GIB (of under-load: bursts are loaded from so much host memory by the process that stored them), FORMATS (of weights-engine), MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as JSON), COMMIT (to write down),
+# KINDS (of under-load), HOST_GIB (of under-load: GiB of host memory from which the process that stored a burst loads it), FORMATS (of weights-engine), MODELS (small, mla), PAIRS (windows of decoding), EXTRA (more kvtier settings as JSON), COMMIT (to write down),
 # BUNDLE, PARTS, DISK (a folder on the disk), TINY (any text: a tiny model on a CPU, to try this script and all but
 # ceilings, kernels, doctor and demo).
 # ARENA (size; empty: none), NAME (of the JSON): the host arena in the README's table is ttft-tmpfs with

@@ -5,8 +5,8 @@
 For each system one process computes and saves bursts (32 x 6,144 tokens, whose durable rate is compared with direct
 writes over several files; 16 x 12,000, 64 x 4,000, one prefix of 8,000), and a fresh one loads each burst at once,
 three times, then the 16 prompts beside 16 requests that decode. Rates are shares of what pinned copies, direct reads
-and direct writes reach in the same run. --host-gib has one process store each burst and load it from host memory, of
-which each system has so much.
+and direct writes reach in the same run. With --host-gib N, each system has N GiB of host memory, and the process that
+stored a burst loads it from there.
 
 The engine's core has a process of its own, which is vLLM's default, so it begins with the first requests of a burst
 while it receives the others. A token's time is the one at which the core emitted it, from vLLM's own metrics.
@@ -93,7 +93,7 @@ def measure(
 def measure_warm(
     setup: EngineSetup, system: str, kinds: list[str], shapes: dict[str, tuple[int, int]], host_bytes: int
 ) -> dict[str, Any]:
-    """Run one process of a system that has `host_bytes` of host memory and loads the bursts that it has stored."""
+    """Run one process that stores bursts and loads them from host memory, of which the system has `host_bytes`."""
     extra = {"kvtier": {"host": {"arena_bytes": host_bytes}}, "native": {"cpu_bytes_to_use": host_bytes}}
     lengths = [shapes["shared"][1]] if setup.kind == "tiny" else WARM_TOKENS
     steps: Steps = [["compute_bursts", *lengths]]
@@ -108,7 +108,7 @@ def measure_warm(
 def warm_rows_of(
     system: str, found: dict[str, Any], limits: dict[str, float], token_bytes: int
 ) -> list[tuple[str, ...]]:
-    """Return rows of a table as `rows_of` does, of `measure_warm`: each of the loads."""
+    """Return the table's rows, one for each load. found: result of `measure_warm`. Columns as in `rows_of`."""
     rows = []
     for name, one in found.items():
         for load in [one, *one["again"]] if name.startswith("load_burst") else ():
@@ -336,7 +336,7 @@ def main() -> int:
     add_timed_engine(made, 0.8)
     made.add_argument("--systems", default="kvtier,native", help="separated by commas")
     made.add_argument("--kinds", default="save,long,short", help="bursts, long among them; they take 86 GB in all")
-    made.add_argument("--host-gib", type=int, help="load what the same process stored, from so much host memory")
+    made.add_argument("--host-gib", type=int, help="GiB of host memory, from which the process that stored loads")
     options = made.parse_args()
     setup = replace(EngineSetup.timed(options), environment=OWN_PROCESS)
     shapes = TINY_SHAPES if options.tiny else SHAPES

@@ -53,7 +53,7 @@ def readable_index(root: Root) -> Iterator[Index]:
 
 
 def _embedded_index(root: Root) -> Index | str:
-    """Return the root's own index; if it is not here, cannot be opened or is empty, the reason."""
+    """Return the root's own index, or the reason if it is not here, cannot be opened or is empty."""
     why = "no index of this root here"
     if root.index_path is None or not is_of_this_boot(root.index_path):  # one of another boot would be emptied
         return why

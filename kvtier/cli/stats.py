@@ -1,4 +1,4 @@
-"""`kvtier stats`: content of a root; of a deployment also figures of its engines."""
+"""`kvtier stats`: content of a root; figures of its engines, if the index can be read."""
 
 import os
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from kvtier.storage.filesystem import FreeSpace
 from kvtier.storage.root import is_read_only
 
 WORKERS_SHOWN, PREFIXES_SHOWN = 50, 10
-OF_ENGINES = {"rates", "totals", "latencies", "workers", "tenants", "top_prefixes"}  # what an index tells by itself
-Table = tuple[str, list[tuple[str, ...]], tuple[int, ...]]  # title, rows with their heads, columns flush right
+OF_ENGINES = {"rates", "totals", "latencies", "workers", "tenants", "top_prefixes"}  # fields that need the index only
+Table = tuple[str, list[tuple[str, ...]], tuple[int, ...]]  # title, rows with a header, right-aligned columns
 
 
 @app.command("stats", epilog=MEANINGS)
 def stats(path: PathArgument = None, config: ConfigOption = None, as_json: JsonOption = False) -> int:
-    """Show what a root stores. Of a deployment, it also shows how its engines fare."""
+    """Show what a root stores and, if its index can be read, how its engines fare."""
     place = find_place(path, config)
     kind = place.settings.index.kind
     if place.is_bare or kind == "memory" or (kind == "embedded" and is_read_only(place.root)):
@@ -42,7 +42,7 @@ def stats(path: PathArgument = None, config: ConfigOption = None, as_json: JsonO
 
 
 def _stats_of_root(place: CommandTarget, as_json: bool) -> int:
-    """Print what a root stores; from its own index, if that can be opened, also how engines fare."""
+    """Print what a root stores and, if its own index can be opened, how its engines fare."""
     root = place.root
     with readable_index(root) as index:
         found = stats_of(root, index)
@@ -62,14 +62,14 @@ def _stats_of_root(place: CommandTarget, as_json: bool) -> int:
     for fault in found.unreadable:
         print(f"BAD {fault}")
     if seen:
-        arenas = [found for found in seen.tiers if found.tier != "filesystem"]  # its size is in the settings
+        arenas = [tier for tier in seen.tiers if tier.tier != "filesystem"]  # the size of this one is in the settings
         _print_engines(seen, ("tiers", _tiers(arenas), (1, 2)))
     print(_left_out(place, is_own))
     return FOUND_BAD if found.unreadable else OK
 
 
 def _left_out(place: CommandTarget, is_own: bool) -> str:
-    """Name what the folder alone does not tell, and what would. is_own: the root's own index was read."""
+    """Return a line that names what is not shown, and why. is_own: the root's own index was read."""
     if place.is_bare:
         what = "capacity, quotas and pins" if is_own else "engines, capacity, quotas and pins"
         return f"not shown: {what}; name the engines' settings with --config FILE, or set KVTIER_ROOT if they have none"

@@ -391,7 +391,8 @@ def _near(name: str, names: set[str]) -> str:
 
 def _config_error(settings_cls: type[Settings], error: ValidationError, sources: list[SettingsSource]) -> ConfigError:
     """Turn Pydantic's complaints into one readable message."""
-    complaints = sorted(error.errors(), key=lambda complaint: complaint["type"] == "missing")  # may follow from others
+    # Missing keys come last, because other mistakes may cause them.
+    complaints = sorted(error.errors(), key=lambda complaint: complaint["type"] == "missing")
     first, *others = [_one_error(settings_cls, complaint, sources) for complaint in complaints]
     if not others:
         return first
@@ -409,7 +410,7 @@ def _one_error(settings_cls: type[Settings], complaint: ErrorDetails, sources: l
     if complaint["type"] == "extra_forbidden":
         path = whole
         source = next((source for source in sources if source.holds(path)), sources[0])
-        if source.name == CONNECTOR:  # a key of it alone, which names the file of settings
+        if source.name == CONNECTOR:  # names the settings file, and is a key of this source only
             known.add(("config",))
         fix = REMOVED_KEYS.get(path) or "unknown key" + _suggestion(path, known, source)
         return ConfigError(".".join(path), HIDDEN, f"{fix} (from {source.name})")

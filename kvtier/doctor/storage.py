@@ -111,14 +111,14 @@ def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings) -> I
         "segment_bytes": segment_bytes,
     }
     try:
-        larger = "mount it with a larger size" if kind.kind in IN_MEMORY else "raise the quota"
+        enlarge = "mount it with a larger size" if kind.kind in IN_MEMORY else "raise the quota"
         answer = host.probe("kvtier.doctor.probe", "storage", json.dumps(asked), timeout_s=STORAGE_TIMEOUT_S)
         if answer["is_full"]:
             why = FreeSpace.of(os.statvfs(root)).why_full(segment_bytes)
-            fix = f"engines can save only in the place of older sets: make room, or {larger}"
+            fix = f"engines can save only in the place of older sets: make room, or {enlarge}"
             yield Diagnosis("warn", "room for a segment", why, fix)
         if "calibration" not in answer:
-            yield Diagnosis("bad", "storage rates", "not measured: there is no room for it", f"make room, or {larger}")
+            yield Diagnosis("bad", "storage rates", "not measured: there is no room for it", f"make room, or {enlarge}")
             return
         found = Calibration.from_json(answer["calibration"])
         alignment = answer["alignment"]
@@ -130,9 +130,9 @@ def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings) -> I
     *tried, why = found.reasons or ("as it comes",)
     why = why.removeprefix(f"{found.choice} is ")
     if found.read_bytes_s is None:
-        why, _, stopped = why.partition(": ")
+        why, _, stopped = why.partition(": ")  # "the default: REASON"; the reason is shown once, as the rates' fault
         tried = [reason for reason in tried if reason != stopped]
-        fix = f"make room, or {larger}; else look at the mount (dmesg)"
+        fix = f"make room, or {enlarge}; else look at the mount (dmesg)"
         yield Diagnosis("bad", "storage rates", f"not measured: {stopped or why}", fix)
     else:
         latency = f", a page in {1e3 * found.latency_s:.2f} ms" if found.latency_s else ""

@@ -122,7 +122,7 @@ def load_words(
 
 @triton.jit
 def prefetch(at: tl.tensor, FAST: tl.constexpr) -> None:
-    """Start to bring lines of 128 bytes into the L2 cache, and do not wait. at: pointers into them."""
+    """Start to load lines of 128 bytes into the L2 cache, without waiting. at: pointers into them."""
     if FAST:
         tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], tl.int32, False, 1)
 

@@ -2,16 +2,16 @@
 
 WINDOW_MIN = 8  # chunks of the first step after a refusal
 WINDOW_MAX = 1024  # chunks; a window beyond is none
-PAUSE_MAX = 31  # steps without planned chunks after a slot was lost
+PAUSE_MAX = 31  # steps; longest pause in planning after a slot was lost
 
 
 class SavePacing:
     """A refused chunk is planned again in a later step. The window keeps steps from planning hundreds of chunks that
     are refused again: it begins small after each refusal, and doubles with each step without one.
 
-    If one rank refuses a chunk that another takes, that rank writes it again with each attempt, in another slot. After
-    such a refusal no chunks are planned for a pause, which doubles with each one until steps without a refusal have
-    opened the window.
+    If one rank refuses a chunk that another takes, the one that takes it writes it into a new slot with each attempt.
+    So no chunk is planned for a pause after such a refusal: 1 step, then 3, 7 and so on up to PAUSE_MAX. Once steps
+    without a refusal have opened the window, pauses begin with 1 step again.
     """
 
     def __init__(self) -> None:
@@ -24,11 +24,11 @@ class SavePacing:
         self._was_refused = True
 
     def slot_lost(self) -> None:
-        """Note that one rank refused a chunk that another takes."""
+        """Note that one rank refused a chunk that another takes: the slot of this attempt is wasted."""
         self._was_refused = self._was_slot_lost = True
 
     def next_window(self) -> int | None:
-        """Return the chunks that this step may plan; None: any number. Call once a step."""
+        """Return how many chunks this step may plan: 0 during a pause; None: any number. Call once a step."""
         if self._was_slot_lost:
             self._was_slot_lost = False
             self._pause_left = self._pause = min(2 * self._pause + 1, PAUSE_MAX)

@@ -381,7 +381,7 @@ def _try_to_write(folder: Path) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        error.filename = str(folder)  # for messages, instead of a name that this call made up
+        error.filename = str(folder)  # users do not know the random name above
         raise
     try:
         os.write(descriptor, bytes(PAGE_BYTES))

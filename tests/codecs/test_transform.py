@@ -179,7 +179,7 @@ def test_the_curve_is_nearly_the_best_quantizer() -> None:
 
 
 def test_the_kernels_bound_of_t_makes_the_outermost_codes() -> None:
-    """So the kernel, which holds t within T_MAX but not the code, makes the reference's codes."""
+    """The kernel clamps t to T_MAX instead of the codes, and makes the same codes as the reference."""
     first, last = np.array([curve.T_MAX, 1], dtype=np.float32).view(np.int32)
     t = np.arange(first, last + 1, dtype=np.int32).view(np.float32)
     for bits, (_, *coefficients) in enumerate(curve.CURVES[1:], 1):

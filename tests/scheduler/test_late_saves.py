@@ -289,7 +289,7 @@ def test_of_a_burst_beyond_the_bound_the_newest_lose_their_tails(scene: Scene, m
 
 
 def planned_and_ended(scene: Scene, chunks: int) -> SavePlan | None:
-    """The plan of a request that ended before its workers' answers arrive."""
+    """Return the plan of a request that ends before its workers answer."""
     Contents(scene)
     scene.request("r", chunks)
     scene.bridge.advance("r", chunks * scene.size, scene.blocks("r"))
@@ -299,7 +299,7 @@ def planned_and_ended(scene: Scene, chunks: int) -> SavePlan | None:
 
 
 def answers(plan: SavePlan | None, *outcomes: SaveOutcome) -> list[SaveDone]:
-    """Those of one rank."""
+    """Return the answers of one rank to a plan."""
     assert plan is not None
     return [SaveDone(c.key, c.set_id, c.slot, outcome) for c, outcome in zip(plan.chunks, outcomes, strict=True)]
 
@@ -324,7 +324,7 @@ def test_what_one_rank_refused_is_planned_again_once_the_other_has_answered(tmp_
 
 @pytest.mark.parametrize("is_refusal_last", [False, True])
 def test_what_is_stored_late_is_announced(tmp_path: Path, is_refusal_last: bool) -> None:
-    """Whatever the ranks answered before. A reader of events is told of no chunk again that it missed here."""
+    """The first answers of the ranks do not matter. A chunk that is not announced now would never be."""
     scene = Scene(tmp_path, engine=Engine(tmp_path, tensor_size=2))
     told = Announcements(lambda _, chunk: ChunkBlocks((b"%d" % chunk,), None, (), ()), scene.engine.store.index, 1, 2)
     scene.bridge.saves.watcher = told

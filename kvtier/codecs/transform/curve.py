@@ -24,7 +24,8 @@ CURVES = (
     (0.2385469, 1.87458587, -1.39879104, 0.52420517),
     (0.2253963, 1.93158129, -1.49114126, 0.55955997),
 )
-# |t| above this makes the first or the last code, as 1 does. A kernel that holds t within it need not hold codes.
+# t = -T_MAX makes the first code and t = T_MAX the last, as -1 and 1 do. A kernel that clamps t to this range need not
+# clamp the codes.
 T_MAX = 1 - 2.0**-10
 _GRID = np.linspace(-8, 8, 64_001)  # deviations at which the levels are integrated
 

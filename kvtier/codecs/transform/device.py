@@ -5,7 +5,7 @@ rounding. All chunks, layers and heads, K and V, are one launch. Both kernels ta
 
     tables      bytes of a row by layer; which angles by layer; angles of tokens within a chunk and of places of chunks;
                 levels; sum of the bytes of a row before each layer
-    of_k, of_v  of cells (kvtier.codecs.transform.tables)
+    of_k, of_v  K's and V's matrices and numbers by cell (kvtier.codecs.transform.tables)
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TransformTiling(NamedTuple):
         return max(16 * self.warps, self.elements // padded)
 
 
-# benchmarks/gpu/codec_kernels.py --tune tries these. The first of each was the fastest of tc4 on an H200.
+# benchmarks/gpu/codec_kernels.py --tune tries these. The first of each was the fastest for tc4 on an H200.
 ENCODE_TILINGS, DECODE_TILINGS = (
     tuple(TransformTiling(*each) for each in ((8192, 4, 168), (8192, 4, 128), (8192, 4), (16384, 8, 128), *more))
     for more in (((4096, 4, 128),), ((8192, 8, 128),))

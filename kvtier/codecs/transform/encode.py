@@ -40,12 +40,12 @@ _GAIN_LEAST, _GAIN_MIN, _POWER_UNIT, _Q_EXPONENT, _U_MAX = (
     tl.constexpr(number) for number in (GAIN_LEAST, GAIN_MIN, POWER_UNIT, Q_EXPONENT, U_MAX)
 )
 _T_MAX, _RAW_TOKENS = tl.constexpr(T_MAX), tl.constexpr(RAW_TOKENS)
-_TWO23_BITS = tl.constexpr(0x4B000000)
-_COLUMNS = tl.constexpr(64)  # of a product. Triton would move tables of 128 numbers, one a thread, between threads
+_TWO23_BITS = tl.constexpr(0x4B000000)  # bits of 2^23 in fp32
+_COLUMNS = tl.constexpr(64)  # of one product; Triton would move tables of 128 numbers, one a thread, between threads
 _KEPT = tl.constexpr(128)  # components of the largest vectors whose matrices stay in shared memory between tiles
 _LARGER = tl.constexpr("max.NaN.xorsign.abs.f32 $0, $1, $2;")
 _SMALLER = tl.constexpr("min.xorsign.abs.f32 $0, $1, $2;")
-# The upper ($0) and the lower bytes ($1) of four whole numbers, 128 more than meant, in the lower halves of $2 to $5.
+# The upper ($0) and the lower bytes ($1) of four whole numbers. The lower halves of $2 to $5 have the numbers plus 128.
 _BYTES = tl.constexpr(
     "{ .reg .b32 x, y; prmt.b32 x, $2, $3, 0x5410; prmt.b32 y, $4, $5, 0x5410; prmt.b32 $0, x, y, 0x7531; "
     "prmt.b32 x, x, y, 0x6420; xor.b32 $1, x, 0x80808080; }"
@@ -195,8 +195,8 @@ def _total_sums(
 ) -> tl.tensor:
     """Add the products of lower bytes with lower bytes. Return fp32, rounded once.
 
-    summed: all other products, which are below 2^30, and 2^30. Its bits above the lowest 8, and the sum of all the
-    rest, are made numbers of fp32 by a byte permute, as fractions of WHOLE.
+    summed: 2^30 plus all other products, whose sum is below 2^30. A byte permute makes fp32 numbers, as fractions of
+    WHOLE, of its bits above the lowest 8, and of the sum of all the rest.
     """
     whole = tl.broadcast_to(whole, summed.shape)
     high = _float(permuted(summed, whole, 0x7321, C.fast))
@@ -289,7 +289,7 @@ def _gains(n: tl.tensor, counted: tl.tensor, e: tl.tensor, P: tl.constexpr, C: t
 
 @triton.jit
 def _codes(n: tl.tensor, inverse: tl.tensor, columns: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> tl.tensor:
-    """int32 (rows, padded): codes, _TWO23_BITS more. columns: pointer to the rates, further numbers behind."""
+    """int32 (rows, padded): codes plus _TWO23_BITS. columns: pointer to the rates, further numbers behind."""
     t = n * inverse[:, None] * _column(columns, P)
     if C.fast:
         most = tl.full(t.shape, _T_MAX, tl.float32)

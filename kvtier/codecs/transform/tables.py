@@ -1,7 +1,7 @@
-"""Matrices and tables that the transform codec's kernels read, of the layers and heads held (cells).
+"""Matrices and tables that the transform codec's kernels read. A cell is one head of one layer that the rank holds.
 
 Components and elements have the order of the tensor cores' operands and results (`product_columns`): of every 8 rows
-or columns a thread has 2; with this order it has 8 neighbours.
+or columns a thread has 2. With this order the 8 that a thread has of every 32 are neighbours.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def encode_tables(shape: TransformPlane, coder: PlaneCoder, before: torch.Tensor
     matrix: upper and lower bytes of `forward`, component after component. numbers: -mean * scale, then scales, of lower
     and upper elements of words, of one half and then the other; by component unit (0 if it is not coded), rate, c1, c3,
     c5 and half the number of codes; the gain's factor. whole: by component the factor that shifts its code within those
-    of four; of each four what takes _TWO23_BITS off their sum; of groups the bits of their first four components, first
-    bytes, numbers of bytes.
+    of four; of each four the number that cancels _TWO23_BITS in their sum; of groups the bits of their first four
+    components, first bytes, numbers of bytes.
     """
     bits = coder.bits
     rows = torch.arange(2 * shape.half).view(-1, 4, 2, 4).transpose(1, 2).flatten()
     columns = torch.from_numpy(product_columns(32, GROUP))
     columns = (torch.arange(0, shape.padded, 32).unsqueeze(1) + columns).flatten()
-    forward = _wide(_halved(coder.forward.to(torch.int32), shape, 1), shape.padded)[:, rows][..., columns].mT
+    forward = _padded(_padded_halves(coder.forward.to(torch.int32), shape, 1), shape.padded)[:, rows][..., columns].mT
     low = ((forward + 128) & 255) - 128
     limbs = torch.stack([(forward - low) >> 8, low], 1).to(torch.int8)
-    numbers = [_in_words(_halved(x, shape, 2)) for x in (-coder.mean * coder.scale, coder.scale)]
+    numbers = [_in_words(_padded_halves(x, shape, 2)) for x in (-coder.mean * coder.scale, coder.scale)]
     curves = torch.tensor(CURVES, dtype=torch.float32)[bits.flatten(1)].movedim(-1, 0)
     by_component = [x.flatten(1) for x in (coder.unit * (bits > 0), *curves.unbind(0), (1 << bits) / 2)]
-    numbers += [_wide(x.float(), shape.padded) for x in by_component]
+    numbers += [_padded(x.float(), shape.padded) for x in by_component]
     numbers.append(torch.nn.functional.pad(coder.counted.flatten(1), (0, 3)))
     numbers.append(torch.nn.functional.pad(torch.full_like(coder.counted.flatten(1), _WHOLE), (0, 3)))
     groups = _Groups.of(bits, before)
@@ -58,7 +58,7 @@ def encode_tables(shape: TransformPlane, coder: PlaneCoder, before: torch.Tensor
     weights = 1 << (quads.cumsum(-1) - quads)
     parts = [(weights.flatten(1), 1), (-_TWO23_BITS * weights.sum(-1), 4), (quads[:, ::2].sum(-1), GROUP)]
     parts += [(groups.starts, GROUP), (groups.n_bytes, GROUP)]
-    whole = torch.cat([_wide(x, shape.padded // each) for x, each in parts], -1) & 0xFFFFFFFF
+    whole = torch.cat([_padded(x, shape.padded // each) for x, each in parts], -1) & 0xFFFFFFFF
     return KernelTables(limbs, torch.cat(numbers, -1), whole.to(torch.uint32).view(torch.int32))
 
 
@@ -70,15 +70,15 @@ def decode_tables(shape: TransformPlane, coder: PlaneCoder, before: torch.Tensor
     the factors that move codes to the top of a word, and 32 less their bits; the same of the last four.
     """
     rows, columns = (torch.from_numpy(product_columns(n, GROUP)) for n in (shape.padded, shape.half))
-    inverse = _wide(_halved(coder.inverse.half(), shape, 2).mT, shape.padded).mT[:, rows]
+    inverse = _padded(_padded_halves(coder.inverse.half(), shape, 2).mT, shape.padded).mT[:, rows]
     matrix = inverse.reshape(*inverse.shape[:2], 2, shape.half)[..., columns]
-    numbers = [_in_words(_halved(x, shape, 2)) for x in (coder.mean, coder.back)]
+    numbers = [_in_words(_padded_halves(x, shape, 2)) for x in (coder.mean, coder.back)]
     groups = _Groups.of(coder.bits, before)
     quads = groups.bits.reshape(*groups.bits.shape[:2], 2, 4)
     factors = torch.where(quads > 0, 1 << (32 - quads.cumsum(-1)), 0)
     shifts = torch.where(quads > 0, 32 - quads, 0)
-    of_groups = [_wide(x, shape.padded // GROUP) for x in (groups.starts, quads[:, :, 0].sum(-1))]
-    of_quads = [_wide(x[:, :, number].flatten(1), shape.padded // 2) for number in range(2) for x in (factors, shifts)]
+    of_groups = [_padded(x, shape.padded // GROUP) for x in (groups.starts, quads[:, :, 0].sum(-1))]
+    of_quads = [_padded(x[:, :, n].flatten(1), shape.padded // 2) for n in range(2) for x in (factors, shifts)]
     whole = torch.cat([*of_groups, *of_quads], -1).to(torch.uint32).view(torch.int32)
     return KernelTables(matrix, torch.cat(numbers, -1), whole)
 
@@ -92,25 +92,23 @@ def kernel_angles(shape: TransformPlane, frequencies: torch.Tensor, positions: t
     """(layers, positions, 2, 2, words) fp32: cosines, then sines, of lower and of upper elements of words. frequencies:
     (layers, pairs)."""
     found = torch.stack([torch.stack(angles(each, positions), 1) for each in frequencies])
-    found = _wide(found, shape.half)
+    found = _padded(found, shape.half)
     return found.view(*found.shape[:-1], -1, 2).mT
 
 
 class _Groups(NamedTuple):
-    """bits: of components, and ends, where the codes end in their group's number, (cells, groups, 8). starts, n_bytes:
-    first bytes in a row, and numbers of bytes, (cells, groups)."""
+    """Groups of 8 components, whose codes are whole bytes together. bits: of components, (cells, groups, 8). starts,
+    n_bytes: first bytes in a row, and numbers of bytes, (cells, groups)."""
 
     bits: torch.Tensor
-    ends: torch.Tensor
     starts: torch.Tensor
     n_bytes: torch.Tensor
 
     @classmethod
     def of(cls, bits: torch.Tensor, before: torch.Tensor) -> _Groups:
         groups = bits.view(len(bits), -1, GROUP)
-        ends = groups.cumsum(-1)
-        n_bytes = ends[..., -1] // 8
-        return cls(groups, ends, n_bytes.cumsum(-1) - n_bytes + before, n_bytes)
+        n_bytes = groups.sum(-1) // 8
+        return cls(groups, n_bytes.cumsum(-1) - n_bytes + before, n_bytes)
 
 
 def _in_words(x: torch.Tensor) -> torch.Tensor:
@@ -118,13 +116,13 @@ def _in_words(x: torch.Tensor) -> torch.Tensor:
     return x.view(len(x), 2, -1, 2).mT.flatten(1)
 
 
-def _halved(x: torch.Tensor, shape: TransformPlane, dim: int) -> torch.Tensor:
+def _padded_halves(x: torch.Tensor, shape: TransformPlane, dim: int) -> torch.Tensor:
     """Pad both halves of a dimension with zeros."""
     x = x.movedim(dim, -1)
-    x = _wide(x.reshape(*x.shape[:-1], 2, -1), shape.half).flatten(-2)
+    x = _padded(x.reshape(*x.shape[:-1], 2, -1), shape.half).flatten(-2)
     return x.movedim(-1, dim)
 
 
-def _wide(x: torch.Tensor, size: int) -> torch.Tensor:
+def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
     """Pad the last dimension with zeros."""
     return torch.nn.functional.pad(x, (0, size - x.shape[-1]))

@@ -51,7 +51,7 @@ class TurboquantTiling(NamedTuple):
         return self.registers if is_small and self.registers else None
 
 
-# benchmarks/gpu/codec_kernels.py --tune tries all of these. The first of each was the fastest of k6v5 on an H200. With
+# benchmarks/gpu/codec_kernels.py --tune tries all of these. The first of each was the fastest for k6v5 on an H200. With
 # fewer registers the kernels spill. The register file of an SM has room for three programs of 4 warps with 168
 # registers a thread, and for four with 128.
 ENCODE_TILINGS = tuple(TurboquantTiling(*each) for each in ((32, 4, 128), (32, 4, 168), (64, 8, 128), (32, 4, 96)))
