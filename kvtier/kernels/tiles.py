@@ -139,6 +139,16 @@ def copy_first_token(
 
 
 @triton.jit
+def store_by_rows(at: tl.tensor, values: tl.tensor, row: tl.tensor, inside: tl.tensor) -> None:
+    """Store a value for each row, (rows,), from one of the row's four lanes, without a barrier. at: where row 0 has its
+    value."""
+    ROWS: tl.constexpr = row.shape[0]
+    lane = tl.arange(0, 4)[:, None]
+    places = tl.max_contiguous(row[None, :] + lane, (1, 1))  # else 32 rows would go to one warp
+    tl.store(at + places, tl.broadcast_to(values[None, :], (4, ROWS)), mask=inside[None, :] & (lane == 0))
+
+
+@triton.jit
 def permuted(x: tl.tensor, y: tl.tensor, SELECTOR: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Return int32 words of four bytes of x and y, int32, like the instruction prmt.
 

@@ -172,17 +172,22 @@ def test_after_a_reset_nothing_is_saved_from_old_blocks(scene: Scene) -> None:
     assert scene.taken["r"] == [0, 1] and not scene.bridge.has_pending_gathers()
 
 
+def steps_until_none_waits(scene: Scene) -> int:
+    """Make steps without work while chunks wait, at most 100; return how many."""
+    n_steps = 0
+    while scene.bridge.has_pending_gathers() and n_steps < 100:
+        step(scene)
+        n_steps += 1
+    return n_steps
+
+
 def test_an_engine_without_work_does_not_try_for_ever(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_saves, "STEPS_MAX", 20)
     Contents(scene)
     scene.room = 2
     scene.request("r", 6)
     step(scene, "r", ends=["r"])
-    n_steps = 0
-    while scene.bridge.has_pending_gathers() and n_steps < 100:
-        step(scene)
-        n_steps += 1
-    assert 20 <= n_steps <= 22
+    assert 20 <= steps_until_none_waits(scene) <= 22
     assert scene.counted(names.SKIPPED_QUEUE_FULL) == 4 and scene.counted(names.DROPPED_TAILS) == 1
 
 
@@ -196,11 +201,7 @@ def test_storage_that_stores_nothing_is_not_waited_for_with_each_request_that_en
     def idle_until_lost(name: str, first: int) -> int:
         scene.request(name, 6, first)
         step(scene, name, ends=[name])
-        n_steps = 0
-        while scene.bridge.has_pending_gathers() and n_steps < 100:
-            step(scene)
-            n_steps += 1
-        return n_steps
+        return steps_until_none_waits(scene)
 
     assert 20 <= idle_until_lost("first", 0) <= 22
     assert idle_until_lost("second", 1000) <= 2

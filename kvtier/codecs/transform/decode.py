@@ -96,7 +96,7 @@ def _operand(
     columns = whole + 2 * GROUPS + group[:, :, None] * 4 + four
     first = _levels(first, tl.load(columns), tl.load(columns + 4 * GROUPS), levels, C)
     last = _levels(last, tl.load(columns + 8 * GROUPS), tl.load(columns + 12 * GROUPS), levels, C)
-    # Of each 32 components a lane has a group, of which the tensor cores want two at a time.
+    # A lane has one group of each 32 components. The tensor cores want two components of it at a time.
     x = tl.join(first, last).permute(0, 1, 3, 2).reshape(C.rows, GROUPS // 4, 4, 4, 2)
     return operand_rows(x.permute(0, 1, 3, 2, 4).reshape(C.rows, P.padded), C)
 

@@ -32,6 +32,7 @@ from kvtier.kernels.tiles import (
     plane_of_head,
     quotient,
     square_root,
+    store_by_rows,
     tile_rows,
     total,
 )
@@ -354,15 +355,6 @@ def _store_codes(
 
 
 @triton.jit
-def _store_gains(gains: tl.tensor, gain: tl.tensor, row: tl.tensor, C: tl.constexpr) -> None:
-    """Store gains (rows,) from one of each row's four lanes, without a barrier."""
-    lane = tl.arange(0, 4)[:, None]
-    at = tl.max_contiguous(row[None, :] + lane, (1, 1))  # else 32 rows would go to one warp
-    gain = tl.broadcast_to(gain.to(tl.uint8)[None, :], (4, C.rows))
-    tl.store(gains + at, gain, mask=(row[None, :] < C.tokens) & (lane == 0))
-
-
-@triton.jit
 def _store_first_token(vectors: tl.tuple, blocks: tl.tensor, raw: tl.tensor, P: tl.constexpr) -> None:
     """Copy a chunk's first token from the pages to `raw`, words of the slab."""
     tl.static_assert(_RAW_TOKENS == 1)
@@ -417,7 +409,7 @@ def _encode_plane(
         )
         n = _components(operands, matrices, others, forward, columns, P, C)
         gain = _gains(n, counted, e, P, C)
-        _store_gains(gains, gain, row, C)
+        store_by_rows(gains, gain.to(tl.uint8), row, row < C.tokens)
         g = _float((gain + _GAIN_LEAST - 8 * e) << 20)
         inverse = quotient(tl.full(g.shape, 1.0, tl.float32), g, C.fast)
         _store_codes(codes, _codes(n, inverse, columns + P.padded, P, C), row, row_bytes, whole, P, C)

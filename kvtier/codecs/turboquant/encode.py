@@ -32,6 +32,7 @@ from kvtier.kernels.tiles import (
     plane_of_head,
     quotient,
     square_root,
+    store_by_rows,
     tile_columns,
     tile_rows,
     value_of,
@@ -59,10 +60,8 @@ def _centred(
 
 @triton.jit
 def _store_scales(scales: tl.tensor, scale: tl.tensor, row: tl.tensor, inside: tl.tensor, C: tl.constexpr) -> None:
-    if C.by_warps:  # from one of each row's four lanes, without a barrier
-        lane = tl.arange(0, 4)[:, None]
-        at = tl.max_contiguous(row[None, :] + lane, (1, 1))  # else 32 rows would go to one warp
-        tl.store(scales + at, tl.broadcast_to(scale[None, :], (4, C.rows)), mask=inside[None, :] & (lane == 0))
+    if C.by_warps:
+        store_by_rows(scales, scale, row, inside)
     else:
         tl.store(scales + row, scale, mask=inside)
 
