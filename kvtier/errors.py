@@ -61,7 +61,14 @@ class Corrupt(KVTierError):
 
 
 class IndexUnavailable(KVTierError):
-    """The index could not be reached or opened: costs hits, never correctness (I5)."""
+    """The index could not be reached or opened: costs hits, never correctness (I5).
+
+    fix: what to do about it, for commands; "" where the message says it, or nothing is known.
+    """
+
+    def __init__(self, message: str, fix: str = "") -> None:
+        super().__init__(message)
+        self.fix = fix
 
 
 class IndexResting(IndexUnavailable):

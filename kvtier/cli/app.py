@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvtier.errors import KVTierError
+from kvtier.errors import IndexUnavailable, KVTierError
 from kvtier.runtime.exit_status import INTERRUPTED, MEANINGS, NOT_DONE, OK
 from kvtier.runtime.versions import commit, installed
 
@@ -44,7 +44,8 @@ class Commands(TyperGroup):
             drop_output()
             return OK
         except (KVTierError, OSError) as error:
-            print(" ".join(str(error).split()), file=sys.stderr)
+            fix = f"; {error.fix}" if isinstance(error, IndexUnavailable) and error.fix else ""
+            print(" ".join(f"{error}{fix}".split()), file=sys.stderr)
             try:
                 sys.stdout.flush()
             except OSError:  # it is full; the interpreter would say so once more as it ends

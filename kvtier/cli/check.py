@@ -239,14 +239,13 @@ def _look_at_index(settings: Settings, folder: Path, found: CheckResult) -> str:
         if owner is not None:
             check_shared(folder, owner)
         seen = look_at_redis(settings)
-        if seen.warning:
-            found.but.append(seen.warning)
         if seen.does_answer:
+            if seen.warning:
+                found.but.append(seen.warning)
             return f"in Redis at {seen.url}, {seen.said}"
-        found.bad.append(
-            f"the Redis of index.url ({seen.url}) does not answer ({seen.said}): an engine starts, and caches nothing "
-            "until it does; start it, or correct index.url"
-        )
+        what = f"the Redis of index.url ({seen.url}) does not answer ({seen.said})"
+        without = "an engine starts, and caches nothing until it does"
+        found.bad.append("; ".join(filter(None, (f"{what}: {without}", seen.warning))))
         return f"in Redis at {seen.url}, which does not answer"
     index_path = settings.index.path or default_index_path(settings.root, folder)
     kind = file_system_of(index_path)

@@ -106,7 +106,8 @@ class IndexCounts:
 @dataclass(frozen=True, slots=True)
 class RemoteState:
     """State of a remote index before an engine uses it. url: without credentials. said: its content, or the reason why
-    it does not answer. warning: a fault of the server and its fix; "" where none is known."""
+    it does not answer. warning: a fault of the server and its fix, or the fix alone where it does not answer; "" where
+    none is known."""
 
     url: str
     does_answer: bool

@@ -154,12 +154,17 @@ def test_a_record_that_a_publisher_left_without_a_set_is_taken_out(
 
 
 @has_redis
-def test_a_root_with_an_index_in_redis_asks_for_the_settings(tmp_path: Path, cli: Cli) -> None:
+def test_a_root_with_an_index_in_redis_asks_for_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
     with standalone(tmp_path / "redis") as server:
         place = Place(tmp_path, index_settings(server.url))
         assert "--config FILE" in cli.errors("index", "rebuild", str(place.root), status=2)
+        server.pause()
+        monkeypatch.setenv("KVTIER_INDEX__REPLY_TIMEOUT_MS", "100")
+        assert "or raise index.reply_timeout_ms" in cli.refused("stats", *place.words)
         server.kill()
-        assert "Redis" in cli.errors("index", "check", *place.words, status=2)
+        assert "start it, or correct index.url" in cli.refused("index", "check", *place.words)
         server.start()
 
 

@@ -31,8 +31,11 @@ def test_a_redis_that_does_not_answer_is_said_once(tmp_path: Path, cli: Cli) -> 
     (tmp_path / "kv/v2").mkdir(parents=True)
     config = tmp_path / "kvtier.yaml"
     config.write_text(f"root: {tmp_path}/kv\nindex: {{kind: redis, url: 'redis://127.0.0.1:1/0'}}\n")
-    for command in ("stats", "verify", "pin"):
-        assert "Redis" in cli.refused(command, "--config", str(config))
+    advice = "; start it, or correct index.url"
+    for command in ("stats", "verify", "pin", "quota", "index check", "index rebuild", "evict --all --yes"):
+        said = cli.refused(*command.split(), "--config", str(config))
+        assert said.count("Redis") == 1 and said.endswith(f"Connection refused{advice}\n")
+    assert cli.printed("check", str(config), status=1).count(advice) == 1
 
 
 def test_check_prints_tenants_as_a_settings_file_has_them(tmp_path: Path, cli: Cli) -> None:

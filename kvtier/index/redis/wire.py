@@ -20,6 +20,7 @@ from redis.credentials import CredentialProvider
 from redis.exceptions import (
     AskError,
     AuthenticationError,
+    BusyLoadingError,
     ClusterError,
     ConnectionError,
     MasterDownError,
@@ -107,10 +108,20 @@ def password_file(settings: IndexSettings, said: str, error: Exception) -> str:
 
 def unavailable(error: RedisError, settings: IndexSettings | None = None) -> IndexUnavailable:
     """Return the error to raise. settings: to name the file of a password that was refused."""
-    said = " ".join(str(error).split())
+    said = " ".join(str(error).split()).rstrip(".")
     file = "" if settings is None else password_file(settings, said, error)
     read = f" ({file}, read at each connect: write the password that is valid now into it)" if file else ""
-    return (IndexRefused if is_refusal(error) else IndexUnavailable)(f"Redis: {said}{read}")
+    return (IndexRefused if is_refusal(error) else IndexUnavailable)(f"Redis: {said}{read}", _fix(error))
+
+
+def _fix(error: RedisError) -> str:
+    """Return what to do about a server that does not answer; "" for any other error."""
+    if isinstance(error, BusyLoadingError):
+        return "wait until it has loaded its data"
+    if isinstance(error, TimeoutError) and "connecting" not in str(error):
+        return "look at its load, or raise index.reply_timeout_ms"
+    is_away = isinstance(error, ConnectionError | TimeoutError) and not isinstance(error, AuthenticationError)
+    return "start it, or correct index.url" if is_away else ""
 
 
 def is_refusal(error: RedisError) -> bool:
