@@ -1,12 +1,14 @@
 """Sources of settings: YAML files, merging by precedence, and the names of keys in messages."""
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from kvtier.config.kv_transfer import ROOT_VARIABLE
 from kvtier.errors import ConfigError
 
 ENV_PREFIX = "KVTIER_"
@@ -84,6 +86,13 @@ def read_yaml(path: object, namer: str) -> Mapping[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             values = yaml.load(file, _YamlLoader)
+    except IsADirectoryError:
+        root = shlex.quote(os.path.abspath(path))
+        fix = (
+            "it is a folder: name a YAML file with settings; a root alone is named by a variable instead, as in "
+            f"`{ROOT_VARIABLE}={root} kvtier check`, and `kvtier doctor {root}` examines it"
+        )
+        raise ConfigError(namer, str(path), fix) from None
     except OSError as error:
         raise ConfigError(namer, str(path), f"cannot read this settings file: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:

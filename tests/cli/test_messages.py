@@ -21,6 +21,16 @@ def test_a_settings_file_that_is_not_there_is_no_root(
     assert "there is no such file" not in cli.errors(command, str(path), status=0 if command == "doctor" else 2)
 
 
+@pytest.mark.parametrize("words", [("check",), ("stats", "--config")])
+def test_a_folder_in_place_of_settings_says_how_a_root_is_named(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = cli.refused(*words, ".", status=1 if words == ("check",) else 2)
+    assert "it is a folder" in said and f"`KVTIER_ROOT={tmp_path} kvtier check`" in said
+    assert f"`kvtier doctor {tmp_path}`" in said
+
+
 def test_a_root_that_cannot_be_is_named_itself(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "kvtier.yaml").write_text("root: /proc/kv\n")
     said = cli.errors("check", str(tmp_path / "kvtier.yaml"))
