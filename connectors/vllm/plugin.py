@@ -34,7 +34,7 @@ def register() -> None:
     register_connector()
     register_load_format()
     keep_embedding_inputs()
-    if os.environ.get(ROOT_VARIABLE):
+    if ROOT_VARIABLE in os.environ:  # an empty one is refused with the settings
         _supply_configuration()
 
 

@@ -47,7 +47,6 @@ from kvtier.config.types import (
     Seconds,
     SecondsOrZero,
     Timeout,
-    absolute_path,
     multiple_of,
 )
 from kvtier.errors import HIDDEN, ConfigError
@@ -182,7 +181,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         frozen=True, extra="forbid", validate_default=True, env_prefix=ENV_PREFIX, env_nested_delimiter="__"
     )
-    root: Path
+    root: AbsolutePath
     require_mount: bool = False
     capacity_bytes: Bytes = 64 << 30
     segment_bytes: Annotated[Bytes, Field(ge=SEGMENT_BYTES_MIN)] = SEGMENT_BYTES
@@ -211,7 +210,7 @@ class Settings(BaseSettings):
     def _root_folder(cls, value: Path) -> Path:
         if os.path.normpath(value).strip("/") == "":
             raise ValueError("must not be /: set a directory for kvtier alone, such as /var/tmp/kvtier")
-        return absolute_path(value)
+        return value
 
     @field_validator("codec", mode="before")
     @classmethod
@@ -333,7 +332,7 @@ class Settings(BaseSettings):
 
 def has_root_variable() -> bool:
     """Return True if KVTIER_ROOT is set: vLLM's plugin then supplies the connector's configuration."""
-    return bool(os.environ.get(ROOT_VARIABLE))
+    return ROOT_VARIABLE in os.environ
 
 
 def _environment(settings_cls: type[Settings]) -> Mapping[str, Any]:

@@ -83,6 +83,8 @@ def read_yaml(path: object, namer: str) -> Mapping[str, Any]:
     """Return the mapping in a settings file. `namer`: the setting that named the file, for the message."""
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(namer, path, "must be the path of a YAML file")
+    if path == "":
+        raise ConfigError(namer, path, "it is empty: name a settings file, or unset it")
     try:
         with open(path, encoding="utf-8") as file:
             values = yaml.load(file, _YamlLoader)

@@ -91,8 +91,14 @@ def absolute_path(value: Path, is_secret: bool = False) -> Path:
     return value
 
 
-AbsolutePath = Annotated[Path, AfterValidator(absolute_path)]
-SecretPath = Annotated[Path, AfterValidator(partial(absolute_path, is_secret=True))]
+def _no_empty_path(value: object) -> object:
+    if isinstance(value, str) and not value.strip():  # Path("") is the current folder
+        raise ValueError("it is empty: set it to an absolute path, or unset it")
+    return value
+
+
+AbsolutePath = Annotated[Path, BeforeValidator(_no_empty_path), AfterValidator(absolute_path)]
+SecretPath = Annotated[Path, BeforeValidator(_no_empty_path), AfterValidator(partial(absolute_path, is_secret=True))]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 BytesOrZero = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Count = Annotated[int, BeforeValidator(no_bool), Field(gt=0)]

@@ -31,6 +31,18 @@ def test_a_folder_in_place_of_settings_says_how_a_root_is_named(
     assert f"`kvtier doctor {tmp_path}`" in said
 
 
+@pytest.mark.parametrize("command", ["check", "stats"])
+def test_an_empty_variable_is_named(command: str, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    """An empty KVTIER_ROOT was taken for the current folder."""
+    status = 1 if command == "check" else 2
+    monkeypatch.setenv("KVTIER_ROOT", "")
+    said = cli.refused(command, status=status)
+    assert "it is empty" in said and said.endswith("(from environment variable KVTIER_ROOT)\n")
+    monkeypatch.delenv("KVTIER_ROOT")
+    monkeypatch.setenv("KVTIER_CONFIG", "")
+    assert cli.refused(command, status=status).startswith("kvtier: KVTIER_CONFIG = '': it is empty")
+
+
 def test_a_root_that_cannot_be_is_named_itself(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "kvtier.yaml").write_text("root: /proc/kv\n")
     said = cli.errors("check", str(tmp_path / "kvtier.yaml"))

@@ -109,8 +109,9 @@ def test_what_is_given_explicitly_wins(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.usefixtures("create")
-def test_a_bad_root_is_refused_by_the_name_of_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVTIER_ROOT", "not/absolute")
+@pytest.mark.parametrize("root", ["not/absolute", ""])  # `KVTIER_ROOT=$KV vllm serve` without KV started without a tier
+def test_a_bad_root_is_refused_by_the_name_of_its_variable(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_ROOT", root)
     plugin.register()
     with pytest.raises(ConfigError, match="KVTIER_ROOT"):
         arguments().create_engine_config()
