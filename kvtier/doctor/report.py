@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from textwrap import fill
 
-from kvtier.config.settings import Settings
+from kvtier.config.settings import Settings, has_root_variable
 from kvtier.doctor.gpu import examine_gpu, examine_memory
 from kvtier.doctor.host import Diagnosis, Host
 from kvtier.doctor.lustre import examine_efa
-from kvtier.doctor.storage import examine_storage
+from kvtier.doctor.storage import examine_storage, with_capacity
 from kvtier.errors import ConfigError
 from kvtier.index.open import look_at_redis
 from kvtier.io.native import instruction_set
@@ -65,8 +65,10 @@ def _redis(settings: Settings | None) -> Diagnosis:
 def _settings(path: Path | None) -> tuple[Settings | None, Diagnosis | None]:
     """Load the settings that an engine would use, with `path` as its root or its settings file."""
     given = "root" if path is None or not path.is_file() else "config"
+    is_by_root = has_root_variable() if path is None else given == "root"
     try:
-        return Settings.load({given: str(path.absolute())} if path is not None else {}), None
+        settings = Settings.load({given: str(path.absolute())} if path is not None else {})
+        return with_capacity(settings) if is_by_root else settings, None
     except ConfigError as fault:
         if path is None and fault.key == "root" and fault.value is None:
             return None, None

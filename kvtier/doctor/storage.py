@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from kvtier.config.settings import Settings
@@ -18,7 +19,7 @@ from kvtier.io.calibration import Calibration
 from kvtier.runtime.units import rate, size
 from kvtier.scheduler import capacity_warnings
 from kvtier.storage.filesystem import IN_MEMORY, FileSystem, FreeSpace, file_system_of, stripes_for
-from kvtier.storage.root import check_mount, nearest, segments_bytes, unwritable
+from kvtier.storage.root import check_mount, nearest, segments_bytes, unwritable, with_default_capacity
 from kvtier.storage.root_owner import check_node
 
 STORAGE_TIMEOUT_S = 60.0  # deadline of the storage probe, seconds
@@ -38,7 +39,7 @@ def place_of(root: Path) -> Path:
 def examine_storage(host: Host, root: Path, settings: Settings | None, peer: Path | None = None) -> Iterator[Diagnosis]:
     """Examine `root` as configured, and its coherence with `peer`, another mount of the same file system. Writes files
     to `root`, or to the folder in which it would be made, and removes them. settings: None for the defaults."""
-    settings = settings or Settings.model_construct(root=root.absolute())
+    settings = settings or with_capacity(Settings.model_construct(root=root.absolute()))
     try:
         place = place_of(root.absolute())
         check_mount(settings)
@@ -64,6 +65,14 @@ def examine_storage(host: Host, root: Path, settings: Settings | None, peer: Pat
         yield from examine_peer(host, place, kind, peer.absolute(), settings.io.direct != "never")
 
 
+def with_capacity(settings: Settings) -> Settings:
+    """Return the settings of a root that is given alone, with an engine's default capacity. They are unchanged where
+    the disk is full or does not answer, which has a verdict of its own."""
+    with suppress(ConfigError, OSError):
+        return with_default_capacity(settings)
+    return settings
+
+
 def _file_system(root: Path, place: Path, kind: FileSystem, settings: Settings) -> Diagnosis:
     try:
         free = FreeSpace.of(os.statvfs(place)).n_bytes
@@ -78,10 +87,7 @@ def _file_system(root: Path, place: Path, kind: FileSystem, settings: Settings) 
         needed = size(settings.rank_set_bytes_max)
         fix = f"a segment set takes {needed}: fine only if older ones can be evicted; else free space"
         return Diagnosis("warn", "root", value, fix)
-    # An unset capacity gets no verdict here: engines with KVTIER_ROOT alone take a share of the disk, and
-    # `kvtier check` compares the default of a settings file with the disk.
-    is_set = "capacity_bytes" in settings.model_fields_set
-    if is_set and (fix := beyond_the_disk(place, settings.capacity_bytes)):
+    if fix := beyond_the_disk(place, settings.capacity_bytes):
         return Diagnosis("warn", "root", value, fix)
     return Diagnosis("ok", "root", value)
 

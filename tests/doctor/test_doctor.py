@@ -19,6 +19,7 @@ from kvtier.doctor.report import examine, line
 from kvtier.doctor.storage import examine_storage
 from kvtier.runtime.units import size
 from kvtier.storage import root as root_module
+from kvtier.storage.root import default_capacity
 from kvtier.storage.root_owner import Node, Owner, claim, this_node
 from kvtier.storage.segments import fallocate
 from tests.storage.conftest import Mount
@@ -369,6 +370,22 @@ def test_sets_of_a_small_capacity_need_little_room(host: Host, tmp_path: Path, m
         assert found["root"].level == level
         assert f'"segment_bytes": {capacity_bytes // 16}' in probes.asked[-1]
     assert "a segment set takes 128.0 MiB" in found["root"].fix
+
+
+def test_the_capacity_of_a_root_alone_is_that_of_check_and_of_an_engine(
+    tmp_path: Path, mount_tmpfs: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The doctor took 64 GiB, and warned of sets of 1 GiB."""
+    mount_tmpfs(tmp_path, "size=64m")
+    probes: list[str] = []
+    monkeypatch.setattr(Host, "probe", lambda _, *words, **__: probes.append(words[-1]))
+    monkeypatch.setenv("KVTIER_ROOT", str(tmp_path))
+    for path in (tmp_path, None):
+        assert by_name(list(examine(path)))["root"].level == "ok"
+        assert f'"segment_bytes": {default_capacity(tmp_path) // 16}' in probes[-1]
+    (tmp_path / "kvtier.yaml").write_text(f"root: {tmp_path}\nsegment_bytes: 1MiB\n")
+    said = by_name(list(examine(tmp_path / "kvtier.yaml")))["root"].fix
+    assert said.startswith("capacity_bytes (64GiB) is more than the tier can have here")
 
 
 def test_of_what_was_tried_only_faults_and_the_other_engine_are_told(host: Host, tmp_path: Path) -> None:
