@@ -85,24 +85,26 @@ class StaleLease(KVTierError):
 
 class WeightsUnreadable(KVTierError):
     """A weight file ends early, cannot be read, or was changed while it was read. offset: in the file, if one is
-    concerned."""
+    concerned. reason: the message without the path and the offset."""
 
     def __init__(self, path: Path, offset: int | None, reason: str) -> None:
-        self.path, self.offset = path, offset
+        self.path, self.offset, self.reason = path, offset, reason
         super().__init__(f"{path}{'' if offset is None else f' at byte {offset}'}: {reason}")
 
 
 class WeightsDamaged(Corrupt):
     """A block of a weight file has not the checksum of the manifest. offset: of the block, in the file.
 
-    tensors: names of those that have bytes in the block; none where the block only holds the header.
+    tensors: names of those that have bytes in the block; none where the block only holds the header. reason: the
+    message without the path and the offset.
     """
 
     def __init__(self, path: Path, offset: int, tensors: Sequence[str]) -> None:
         self.path, self.offset, self.tensors = path, offset, tuple(tensors)
         named = ", ".join(self.tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
         where = f"in tensor {named}" if named else "in the header"
-        super().__init__(
-            f"{path} at byte {offset}: bytes {where} differ from the manifest; get the file again, or, if it was "
-            f"changed on purpose, run `kvtier weights verify {path.parent} --write`"
+        self.reason = (
+            f"bytes {where} differ from the manifest; get the file again, or, if it was changed on purpose, run "
+            f"`kvtier weights verify {path.parent} --write`"
         )
+        super().__init__(f"{path} at byte {offset}: {self.reason}")

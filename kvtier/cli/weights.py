@@ -69,7 +69,7 @@ def verify_weights(
         print_json({"folder": str(folder), "bytes": n_bytes, "bad": [asdict(finding) for finding in findings]})
     else:
         for finding in findings:
-            print(f"BAD {finding.file}: {finding.what}")
+            print(f"BAD {finding.file}{f' at byte {finding.offset}' if finding.offset else ''}: {finding.what}")
         done = f"{folder}: {size(n_bytes)} read in {duration(took_s)} ({rate(n_bytes / max(took_s, 1e-9))})"
         print(f"{done}; manifest written" if write else f"{done}; {len(findings)} bad")
     return FOUND_BAD if findings else OK

@@ -15,7 +15,7 @@ from kvtier.weights.reader import Sums, WeightReader, damage
 
 @dataclass(frozen=True, slots=True)
 class WeightFinding:
-    """A fault of a file. offset: of the block concerned, None for the file as a whole."""
+    """A fault of a file. offset: of the block concerned, None for the file as a whole. what: does not repeat these."""
 
     file: str
     offset: int | None
@@ -67,16 +67,16 @@ def _verify_file(path: Path, expected: Sums | None, reader: WeightReader) -> tup
     try:
         read_header(path)
     except Corrupt as error:
-        findings.append(WeightFinding(path.name, 0, str(error)))
+        findings.append(WeightFinding(path.name, 0, f"it {str(error).removeprefix(f'{path} ')}"))
     except OSError as error:
         return [WeightFinding(path.name, None, f"it cannot be opened: {error.strerror}")], 0
     try:
         sums = reader.sums([path])[path]
     except WeightsUnreadable as error:
-        return [*findings, WeightFinding(path.name, error.offset, str(error))], 0
+        return [*findings, WeightFinding(path.name, error.offset, error.reason)], 0
     n_bytes = path.stat().st_size
     if len(sums) != len(expected):
         what = f"it has {len(sums)} blocks, {len(expected)} in the manifest"
         return [*findings, WeightFinding(path.name, None, what)], n_bytes
     faults = (damage(path, int(block)) for block in np.flatnonzero(sums != expected))
-    return [*findings, *(WeightFinding(path.name, fault.offset, str(fault)) for fault in faults)], n_bytes
+    return [*findings, *(WeightFinding(path.name, fault.offset, fault.reason) for fault in faults)], n_bytes

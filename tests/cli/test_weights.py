@@ -45,6 +45,8 @@ def test_what_is_bad_is_named(folder: Path, cli: Cli) -> None:
     lines = cli.printed("weights", "verify", str(folder), status=1).splitlines()
     assert lines[0].startswith("BAD model-1.safetensors: ") and "is not a whole safetensors file" in lines[0]
     assert "bytes in tensor t2 differ" in lines[2] and "does not list" in lines[3] and lines[-1].endswith("4 bad")
+    assert lines[0].count("model-1") == lines[2].count("model-2") == 1  # each file was named twice in its line
+    assert lines[2].startswith("BAD model-2.safetensors at byte 2097152: ")
     (folder / "model-1.safetensors").unlink()
     assert "it cannot be opened: No such file" in cli.printed("weights", "verify", str(folder), status=1)
 
