@@ -82,7 +82,7 @@ def find_place(path: Path | None, config: Path | None) -> CommandTarget:
             raise ConfigError("config", str(config), f"{path} is a settings file too: leave one of them out")
         path, config = None, path
     if path is None:
-        settings = load_settings(config)
+        settings = load_settings(config, needs_room=False)
         return CommandTarget(settings, find_root(settings.root), False)
     refuse_missing_file(path)
     root = find_root(path)
@@ -121,16 +121,15 @@ def deployment(
             yield opened(place.settings, place.root, index)
 
 
-def load_settings(config: Path | None) -> Settings:
+def load_settings(config: Path | None, *, needs_room: bool = True) -> Settings:
     """Return the settings of a file; without one, those that the environment gives. Where it sets KVTIER_ROOT, they
-    have the capacity of an engine that was started with this variable alone. Raises ConfigError."""
+    have the capacity of an engine that was started with this variable alone. needs_room: refuse a disk that is full of
+    other files, as an engine is. Raises ConfigError."""
     settings = _load(config, {})
-    is_by_root = config is None and has_root_variable()
-    return (
-        in_time(settings.root, "measuring its free space", partial(with_default_capacity, settings))
-        if is_by_root
-        else settings
-    )
+    if config is not None or not has_root_variable():
+        return settings
+    measure = partial(with_default_capacity, settings, needs_room=needs_room)
+    return in_time(settings.root, "measuring its free space", measure)
 
 
 def _load(config: Path | None, overrides: dict[str, Any]) -> Settings:

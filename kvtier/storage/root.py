@@ -80,7 +80,11 @@ def open_root(settings: Settings, again: Root | None = None, *, needs_room: bool
         _make_root(path)
         _check_versions(path)
         _make_folder(folder)
-        _try_to_write(folder)
+        try:
+            _try_to_write(folder)
+        except OSError as error:
+            if needs_room or error.errno not in FULL:  # without an inode no file can be made
+                raise
         if needs_room:
             check_space(path, settings.rank_set_bytes_max)
         return _claim(settings, folder, again)
@@ -411,13 +415,14 @@ def segments_bytes(path: Path) -> int:
     return total
 
 
-def with_default_capacity(settings: Settings) -> Settings:
+def with_default_capacity(settings: Settings, *, needs_room: bool = True) -> Settings:
     """Return the settings of a root that is given alone, as by KVTIER_ROOT: where capacity_bytes is not set, it is
-    `default_capacity`. Raises ConfigError where the disk is full, OSError."""
+    `default_capacity`. needs_room: refuse a disk without room for any segment; else its capacity is 0. Raises
+    ConfigError, OSError."""
     if "capacity_bytes" in settings.model_fields_set:
         return settings
     capacity_bytes = default_capacity(settings.root)
-    if not capacity_bytes:
+    if needs_room and not capacity_bytes:
         raise _full(settings.root, settings.segment_bytes)
     return settings.model_copy(update={"capacity_bytes": capacity_bytes})
 

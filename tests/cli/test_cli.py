@@ -8,12 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from kvtier.cli import check, doctor
+from kvtier.cli import check, doctor, evict
 from kvtier.doctor.host import Diagnosis, Host, ProbeFailed
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.index.lmdb.index import LmdbIndex
@@ -41,6 +42,40 @@ def test_stats_of_what_an_engine_left(made: Path, cli: Cli) -> None:
     assert f" {CHUNKS} " in row and f" {64 * CHUNKS} " in row and "4x4 float32" in row and "raw" in row
     assert summary.startswith(f"{made}: ") and " in 1 namespace, " in summary
     assert engines.startswith("engines: 0") and left_out.startswith("not shown: capacity, ")
+
+
+def test_a_root_without_a_free_inode_can_be_evicted_from(
+    tmp_path: Path, mount_tmpfs: Mount, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    """The try whether the root is writable made a file."""
+    mount_tmpfs(tmp_path, "size=64m,nr_inodes=64")
+    saved_by_another(tmp_path / "kv", list(range(64)), list(range(4)))
+    with suppress(OSError):
+        for number in range(64):
+            (tmp_path / str(number)).touch()
+    monkeypatch.setenv("KVTIER_ROOT", str(tmp_path / "kv"))
+    monkeypatch.setattr(evict, "SHOW_TIMEOUT_S", 0.0)
+    assert "no free inodes" in cli.refused("check", status=1)
+    assert cli.json("stats")["index"]["sets"] == 1
+    assert cli.json("evict", "--all", "--yes")["n_sets"] == 1
+    assert cli.json("stats")["index"]["sets"] == 0
+
+
+def test_stats_of_a_root_without_segments_on_a_full_disk(
+    tmp_path: Path, mount_tmpfs: Mount, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    mount_tmpfs(tmp_path, "size=24m")
+    Engine(tmp_path / "kv").close()
+    with suppress(OSError), open(tmp_path / "of others", "wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    monkeypatch.setenv("KVTIER_ROOT", str(tmp_path / "kv"))
+    for command in ("check", "serve"):
+        assert "its disk is full" in cli.refused(command, status=1 if command == "check" else 2)
+    found = cli.json("stats")["capacity"]
+    assert found["capacity_bytes"] == found["used_bytes"] == found["disk_free_bytes"] == 0
+    assert "0 bytes of 0 bytes reserved by segment sets" in cli.printed("stats")
+    assert not cli.json("evict", "--all", "--yes")["n_sets"]
 
 
 def test_stats_for_programs(made: Path, cli: Cli) -> None:
