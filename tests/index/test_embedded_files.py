@@ -255,15 +255,17 @@ def test_a_full_disk_ends_no_process_that_opens_it_or_reads(folder: Path, monkey
         LmdbIndex(str(folder), MAP_BYTES)
 
 
-@pytest.mark.parametrize(("n_free", "named"), [(0, True), (4096, False)])
+@pytest.mark.parametrize(
+    ("number", "n_free", "named"), [(errno.EIO, 0, True), (errno.EIO, 4096, False), (errno.ENOSPC, 4096, True)]
+)
 def test_a_write_that_a_full_disk_cut_short_names_the_disk(
-    folder: Path, n_free: int, named: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, number: int, n_free: int, named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """LMDB calls it an input/output error."""
+    """LMDB mostly calls it an input/output error."""
     index = open_filled(folder)
 
     def fail(view: object) -> None:
-        raise lmdb.Error(f"mdb_txn_commit: {os.strerror(errno.EIO)}")
+        raise lmdb.Error(f"mdb_txn_commit: {os.strerror(number)}")
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=n_free))
     with pytest.raises(IndexUnavailable) as raised:

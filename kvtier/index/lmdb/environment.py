@@ -289,9 +289,10 @@ class SharedEnvironment:
     def _unavailable(self, opened: OpenEnvironment | None, error: Exception) -> IndexUnavailable:
         if opened is not None and isinstance(error, _BROKEN):
             self._discard(opened)
-        is_full = isinstance(error, OSError) and error.errno in FULL
-        if isinstance(error, lmdb.Error) and os.strerror(errno.EIO) in str(error):
-            with contextlib.suppress(OSError):  # LMDB says so of a write that a full disk cut short, too
+        said = str(error) if isinstance(error, lmdb.Error) else ""
+        is_full = (isinstance(error, OSError) and error.errno in FULL) or os.strerror(errno.ENOSPC) in said
+        if os.strerror(errno.EIO) in said:  # LMDB says so of a write that a full disk cut short, too
+            with contextlib.suppress(OSError):
                 is_full = not shutil.disk_usage(self.path).free
         fix = f"; records are added while its disk has {RESERVE_BYTES >> 20} MiB free" if is_full else ""
         return IndexUnavailable(f"index {self.path}: {error}{fix}")
