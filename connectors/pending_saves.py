@@ -112,6 +112,15 @@ class PendingSaves:
         left: Sequence[LostSave] = ()
         with self._faults.contained("taking the answers to saves"):
             left = self._store.saved(done)
+        slots_lost = {lost.key for lost in left if not lost.is_blank}
+        for answer in done:
+            if self._store.is_stored(answer.key):
+                self.late.stored(answer.key)
+            elif answer.outcome is SaveOutcome.QUEUE_FULL and (
+                answer.key in slots_lost or self._store.is_known(answer.key)
+            ):  # another rank wrote the chunk, or has not answered and most likely takes it
+                self.late.refused(answer.key)
+                self._pacing.slot_lost()
         for lost in left:
             request = self._requests.get(lost.owner)
             if request is not None and request.may_save:
@@ -123,7 +132,6 @@ class PendingSaves:
                 self.late.forget(lost.key)
                 if self._store.count_dropped(lost):
                     tails.add(lost.owner)
-        self._note_answers(done)
         if tails:
             self._store.metrics.add(names.DROPPED_TAILS, len(tails))
         with self._faults.contained("announcing saved chunks"):
@@ -134,14 +142,6 @@ class PendingSaves:
         self._advanced.clear()
         self._ended.clear()
         self.late.clear()
-
-    def _note_answers(self, done: Sequence[SaveDone]) -> None:
-        for answer in done:
-            if self._store.is_stored(answer.key):
-                self.late.stored(answer.key)
-            elif answer.outcome is SaveOutcome.QUEUE_FULL and self._store.is_known(answer.key):
-                self.late.refused(answer.key)
-                self._pacing.slot_lost()
 
     def _plan_again(self, request: TrackedRequest, lost: LostSave) -> None:
         if lost.outcome is SaveOutcome.REFUSED:

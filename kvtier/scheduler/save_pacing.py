@@ -16,7 +16,7 @@ class SavePacing:
 
     def __init__(self) -> None:
         self._window: int | None = None
-        self._was_refused = self._was_slot_lost = False
+        self._was_refused = False
         self._pause = self._pause_left = 0  # steps
 
     def refused(self) -> None:
@@ -25,13 +25,12 @@ class SavePacing:
 
     def slot_lost(self) -> None:
         """Note that one rank refused a chunk that another takes: the slot of this attempt is wasted."""
-        self._was_refused = self._was_slot_lost = True
+        self._was_refused = True
+        if not self._pause_left:  # a loss that is heard during a pause belongs to an attempt before it
+            self._pause_left = self._pause = min(2 * self._pause + 1, PAUSE_MAX)
 
     def next_window(self) -> int | None:
         """Return how many chunks this step may plan: 0 during a pause; None: any number. Call once a step."""
-        if self._was_slot_lost:
-            self._was_slot_lost = False
-            self._pause_left = self._pause = min(2 * self._pause + 1, PAUSE_MAX)
         if self._pause_left:
             self._pause_left -= 1
             return 0

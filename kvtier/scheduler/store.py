@@ -54,12 +54,13 @@ class SaveSelection(NamedTuple):
 
 
 class LostSave(NamedTuple):
-    """A planned chunk that some rank did not save. outcome: its reason."""
+    """A planned chunk that some rank did not save. outcome: its reason. is_blank: no rank wrote into its slot."""
 
     owner: str
     number: int
     key: bytes
     outcome: SaveOutcome
+    is_blank: bool
 
 
 @dataclass(slots=True)
@@ -273,10 +274,11 @@ class Store:
         """End a save that all ranks have answered."""
         self._keeper.supplies.answered(known.set_id, known.slot, known.is_blank)
         wanted, known.wanted = known.wanted, None
+        assert wanted is not None, "only a chunk that is being saved has answers missing"
         if known.loss is not None:
             del self._known[key]
-            return [] if wanted is None else [LostSave(wanted.owner, wanted.number, key, known.loss)]
-        if wanted is not None and wanted.is_late:
+            return [LostSave(wanted.owner, wanted.number, key, known.loss, known.is_blank)]
+        if wanted.is_late:
             self.metrics.add(names.SAVED_LATER)
         if not known.is_blank:
             self.reporter.took("save", known.took_s)

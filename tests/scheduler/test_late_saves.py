@@ -342,19 +342,40 @@ def test_what_is_stored_late_is_announced(tmp_path: Path, is_refusal_last: bool)
     scene.engine.close()
 
 
-def test_a_rank_that_takes_no_chunks_does_not_make_the_other_write_each_of_them_a_hundred_times(tmp_path: Path) -> None:
-    """Each attempt costs a slot of a segment set, so hundreds of them would evict what is stored."""
+@pytest.mark.parametrize("batches", [[[QUEUE_FULL], [SAVED]], [[QUEUE_FULL, SAVED]], [[SAVED], [QUEUE_FULL]]])
+def test_a_rank_that_takes_no_chunk_does_not_make_the_other_write_it_a_hundred_times(
+    tmp_path: Path, batches: list[list[SaveOutcome]]
+) -> None:
+    """Each attempt costs a slot of a segment set, so hundreds of them would evict what is stored.
+
+    batches: answers of the two ranks, by the step in which they arrive. One chunk: the first set has a slot for each
+    attempt.
+    """
     scene = Scene(tmp_path, engine=Engine(tmp_path, tensor_size=2))
-    plan, n_written, n_steps = planned_and_ended(scene, 4), 0, 0
+    plan, n_attempts, n_steps = planned_and_ended(scene, 1), 0, 0
     while plan is not None or scene.bridge.has_pending_gathers():
         if plan is not None:
-            scene.bridge.saved(answers(plan, *len(plan.chunks) * [QUEUE_FULL]))
-            assert scene.bridge.take_step(is_idle=True).before is None
-            scene.bridge.saved(answers(plan, *len(plan.chunks) * [SAVED]))
-            n_written += len(plan.chunks)
+            for number, batch in enumerate(batches):
+                if number:
+                    assert scene.bridge.take_step(is_idle=True).before is None
+                scene.bridge.saved([done for outcome in batch for done in answers(plan, outcome)])
+            n_attempts += 1
         plan = scene.bridge.take_step(is_idle=True).before
         n_steps += 1
-    assert n_steps > 200 and 4 * 6 <= n_written <= 4 * 20
+    assert n_steps > 500 and 20 <= n_attempts <= 24
+    scene.engine.close()
+
+
+def test_what_both_ranks_refused_is_planned_again_in_the_next_step(tmp_path: Path) -> None:
+    """No slot was lost, however often they refuse."""
+    scene = Scene(tmp_path, engine=Engine(tmp_path, tensor_size=2))
+    plan = planned_and_ended(scene, 4)
+    for _ in range(20):
+        scene.bridge.saved(2 * answers(plan, *4 * [QUEUE_FULL]))
+        plan = scene.bridge.take_step(is_idle=True).before
+    scene.bridge.saved(2 * answers(plan, *4 * [SAVED]))
+    assert all(scene.engine.store.is_stored(key) for key in scene.engine.keys(scene.tokens["r"]))
+    assert not scene.bridge.has_pending_gathers()
     scene.engine.close()
 
 
