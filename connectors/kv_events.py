@@ -74,7 +74,8 @@ class Bounds(NamedTuple):
 
     announced: announced chunks that are remembered, at 0.8 KiB each; beyond, the one not found for longest is revoked.
     waiting: changes not taken yet; beyond, no chunk is announced until it is found again.
-    expected: chunks that are being saved, or that may be saved again after a failure. doubted: chunks to look up.
+    expected: chunks that are being saved, or that may be saved again after a failure; beyond, the one that was neither
+    wanted nor answered for longest is forgotten. doubted: chunks to look up.
     """
 
     announced: int = 32_768
@@ -151,10 +152,9 @@ class Announcements(Watcher):
     def wanted(self, request_id: str, first_chunk: int, keys: Sequence[bytes]) -> None:
         with self._lock:
             for chunk, key in enumerate(keys, first_chunk):
-                if key in self._announced or key in self._expected:
-                    continue
-                blocks = self._describe(request_id, chunk)
-                if blocks is not None:
+                if key in self._expected:
+                    self._expected.move_to_end(key)
+                elif key not in self._announced and (blocks := self._describe(request_id, chunk)) is not None:
                     self._expected[key] = _Expected(blocks)
             while len(self._expected) > self._bounds.expected:
                 self._expected.popitem(last=False)
@@ -163,8 +163,11 @@ class Announcements(Watcher):
         with self._lock:
             for answer in done:
                 expected = self._expected.get(answer.key)
+                if expected is None:
+                    continue
+                self._expected.move_to_end(answer.key)
                 # A chunk that was not saved may be planned again, even if its request has ended.
-                if expected is None or answer.outcome not in (SaveOutcome.SAVED, SaveOutcome.PRESENT):
+                if answer.outcome not in (SaveOutcome.SAVED, SaveOutcome.PRESENT):
                     continue
                 place = (answer.set_id, answer.slot)
                 if expected.place != place:

@@ -305,6 +305,20 @@ def test_what_never_is_answered_does_not_pile_up() -> None:
     assert telling.take() == added(2, 3)
 
 
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_of_the_expected_chunks_one_that_is_wanted_again_or_answered_is_forgotten_last(is_wanted: bool) -> None:
+    """Chunks of an ended request are planned again without being described again: only answers tell of them."""
+    telling = Telling(bounds=Bounds(expected=2))
+    telling.told.wanted("r", 0, keys([0, 1]))
+    if is_wanted:
+        telling.told.wanted("another", 0, keys([0]))
+    else:
+        telling.told.saved([SaveDone(keys([0])[0], 1, 0, SaveOutcome.QUEUE_FULL)])
+    telling.told.wanted("r", 2, keys([2]))
+    telling.told.saved([SaveDone(key, 1, slot, SAVED) for slot, key in enumerate(keys(range(3)))])
+    assert telling.take() == added(0, 2)
+
+
 def test_doubts_do_not_pile_up() -> None:
     telling = Telling(bounds=Bounds(doubted=2))
     telling.save(range(4), PRESENT)
