@@ -15,13 +15,13 @@ from kvtier.runtime import metrics as names
 from kvtier.runtime.units import exact
 from kvtier.worker.arenas import ARENA_SLOTS_MIN, HBM_SPARE_BYTES, hbm_slots
 from tests.support.lazy import LazyEngine, Left, Mark, Stream
+from tests.support.rig import is_equal
 from tests.support.walks import (
     TARGET,
     TOKENS,
     all_given_back,
     begin_save,
     expected,
-    is_equal,
     load,
     save,
     start,

@@ -17,7 +17,7 @@ from kvtier.config.settings import Settings
 from kvtier.format.geometry import Geometry, RankShare, share_of_rank
 from kvtier.format.namespace import CodecId, Namespace, chunk_keys
 from kvtier.kernels.paged import PagedKV, PagedLayer
-from kvtier.plan import LoadDone, SaveDone, SavePlan
+from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
 from kvtier.scheduler.store import Store, WantedChunk
 from kvtier.worker.transfer import Transfer
 from tests.waiting import TIMEOUT_S
@@ -110,6 +110,10 @@ def fill(pages: PagedKV, share: RankShare, block_id: int, seed: int) -> None:
                 plane[block_id, :, head].copy_(values if plane.is_floating_point() else values * 1000 % 256)
 
 
+def is_equal(one: Sequence[torch.Tensor], two: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
 @dataclass
 class Engine:
     """One engine of one or more ranks on a root; blocks are handed out by the caller."""
@@ -199,8 +203,17 @@ class Engine:
         self.store.saved(done)
         return done
 
-    def load(self, tokens: Sequence[int], block_ids: Sequence[int], computed: int = 0) -> tuple[int, list[LoadDone]]:
-        """Loads what is stored of `tokens` beyond `computed` into the blocks. (chunks planned, answers)."""
+    def begin_save(self, tokens: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Prefills the blocks and has all ranks save the whole chunks that are not saved."""
+        self.prefill(tokens, block_ids)
+        plan = self.plan(tokens, block_ids)
+        for transfer in self.transfers:
+            transfer.save(plan)
+
+    def plan_load(
+        self, name: str, tokens: Sequence[int], block_ids: Sequence[int], computed: int = 0
+    ) -> LoadPlan | None:
+        """Plan a load of what is stored of `tokens` beyond `computed` into the blocks. None: nothing is stored."""
         size = self.shape.chunk_tokens
         first = computed // size
         keys = self.keys(tokens)[first:]
@@ -208,21 +221,47 @@ class Engine:
             time.sleep(0.001)
         n = len(entries)
         if not n:
-            return 0, []
+            return None
         blocks = block_ids[first * self.chunk_blocks : (first + n) * self.chunk_blocks]
-        plan = self.store.plan_load(f"r{random.random()}", keys[:n], entries, blocks, computed - first * size)
+        return self.store.plan_load(name, keys[:n], entries, blocks, computed - first * size)
+
+    def begin_load(self, name: str, tokens: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Has all ranks load the prompt, of which all whole chunks are stored."""
+        plan = self.plan_load(name, tokens, block_ids)
+        assert plan is not None and len(plan.chunks) == len(self.keys(tokens))
+        for transfer in self.transfers:
+            transfer.load(plan)
+
+    def load(self, tokens: Sequence[int], block_ids: Sequence[int], computed: int = 0) -> tuple[int, list[LoadDone]]:
+        """Loads what is stored of `tokens` beyond `computed` into the blocks. (chunks planned, answers)."""
+        plan = self.plan_load(f"r{random.random()}", tokens, block_ids, computed)
+        if plan is None:
+            return 0, []
         done: list[LoadDone] = []
         for transfer in self.transfers:
             with torch.inference_mode():
                 transfer.load(plan)
                 assert transfer.drain(20)
                 done += transfer.poll().loads
-        return n, done
+        return len(plan.chunks), done
 
     def blocks(self, block_ids: Sequence[int]) -> list[torch.Tensor]:
         """Copies of the blocks' content, a tensor for each rank, layer and plane."""
         index = torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
         return [plane[index].cpu() for pages in self.pages for layer in pages.layers for plane in layer.planes]
+
+    def holds(self, tokens: Sequence[int], block_ids: Sequence[int]) -> bool:
+        """Whether the blocks are those of the beginning of this prompt, bit for bit. Afterwards they are."""
+        found = self.blocks(block_ids)
+        self.prefill(tokens, block_ids)
+        return is_equal(found, self.blocks(block_ids))
+
+    def has_all_slots(self) -> bool:
+        """Whether every slot of the arenas is free."""
+        for transfer in self.transfers:
+            transfer.tidy()
+        arenas = [transfer._worker.arena for transfer in self.transfers]
+        return all(arena.available == arena.n_slots for arena in arenas)
 
     def close(self) -> None:
         if self.is_closed:

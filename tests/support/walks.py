@@ -93,7 +93,3 @@ def expected(engine: LazyEngine) -> list[torch.Tensor]:
     for number, plane in enumerate(plane for layer in engine.pages[0].layers for plane in layer.planes):
         plane[torch.tensor(BLOCKS)] = before[number]
     return wanted
-
-
-def is_equal(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

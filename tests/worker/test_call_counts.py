@@ -17,7 +17,6 @@ import pytest
 
 import kvtier
 from kvtier.plan import LoadPlan, SaveOutcome, SavePlan
-from kvtier.scheduler.store import WantedChunk
 from tests.support.lazy import LazyEngine
 from tests.support.rig import Engine
 
@@ -89,10 +88,7 @@ def test_calls_of_a_chunk(
 
     engine = Engine(tmp_path, changes=CHANGES, n_blocks=4 * n_chunks)
     engine.load(prompts[0], blocks)
-    plans = []
-    for tokens in prompts[1:]:
-        keys = engine.keys(tokens)
-        plans.append(engine.store.plan_load("r", keys, engine.store.lookup(keys) or [], blocks, 0))
+    plans = [engine.plan_load("r", tokens, blocks) for tokens in prompts[1:]]
     least = min(counted.of(partial(load, engine, plan)) for plan in plans)
     engine.close()
     assert least.calls / n_chunks <= loaded_max and least.files <= FILES_MAX
@@ -112,8 +108,7 @@ def test_calls_of_a_chunk_that_is_loaded_over_a_device(tmp_path: Path, counted: 
     engine.on_threads()
     counts = []
     for tokens in prompts:
-        keys = engine.keys(tokens)
-        plan = engine.store.plan_load("r", keys, engine.store.lookup(keys) or [], blocks, 0)
+        plan = engine.plan_load("r", tokens, blocks)
         counts.append(counted.of(partial(load, engine, plan)).calls / n_chunks)
     engine.close()
     assert min(counts) <= 31, counts
@@ -126,8 +121,9 @@ def save(engine: Engine, plan: SavePlan) -> None:
     assert {done.outcome for done in transfer.poll().saves} == {SaveOutcome.SAVED}
 
 
-def load(engine: Engine, plan: LoadPlan) -> None:
+def load(engine: Engine, plan: LoadPlan | None) -> None:
     (transfer,) = engine.transfers
+    assert plan is not None
     transfer.load(plan)
     assert transfer.drain(20)
     assert [done.failed_blocks for done in transfer.poll().loads] == [frozenset()]
@@ -135,11 +131,8 @@ def load(engine: Engine, plan: LoadPlan) -> None:
 
 def plan_of(engine: Engine, tokens: list[int]) -> SavePlan:
     engine.wait_for_set()
-    blocks = list(range(len(tokens) // 16))
+    blocks = range(len(tokens) // 16)
     engine.prefill(tokens, blocks)
-    keys = engine.keys(tokens)
-    parents = [engine.store.namespace_id, *keys]
-    wanted = [WantedChunk(key, parents[i], tuple(blocks[4 * i : 4 * i + 4])) for i, key in enumerate(keys)]
-    plan = engine.store.plan_save(wanted)
-    assert plan is not None and len(plan.chunks) == len(keys)
+    plan = engine.plan(tokens, blocks)
+    assert len(plan.chunks) == len(tokens) // 64
     return plan

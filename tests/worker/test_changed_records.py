@@ -4,18 +4,15 @@ engine's blocks (I2). On the host, where the ring sums what it reads, and over a
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.base import Reader, Reads
 from kvtier.io.ring import ReadOp
 from kvtier.plan import LoadDone
 from kvtier.storage import open_segments
-from kvtier.worker.transfer import Transfer
 from tests.damage import record_of, write
 from tests.support.lazy import LazyEngine
 from tests.support.rig import BLOCKS, TARGET, Engine, saved_by_another
@@ -86,14 +83,8 @@ def _reader(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.
     yield engine
     for transfer in engine.transfers:
         transfer._worker.arena.check()
-        wait_until(partial(has_all, transfer), "a slot was lost")  # what a failed load read ahead may still be read
+    wait_until(engine.has_all_slots, "a slot was lost")  # what a failed load read ahead may still be read
     engine.close()
-
-
-def has_all(transfer: Transfer) -> bool:
-    transfer.tidy()
-    arena = transfer._worker.arena
-    return arena.available == arena.n_slots
 
 
 def segments_of(root: Path, reader: Engine) -> tuple[Path, Path]:
@@ -106,11 +97,10 @@ def segments_of(root: Path, reader: Engine) -> tuple[Path, Path]:
 
 def load(reader: Engine, damage: Callable[[], None]) -> LoadDone:
     """Looks TOKENS up, has the damage done, and loads."""
-    keys = reader.keys(TOKENS)
-    entries = reader.store.lookup(keys)
-    assert len(entries) == len(keys)
+    plan = reader.plan_load("r", TOKENS, TARGET)
+    assert plan is not None and len(plan.chunks) == 5
     damage()
-    reader.transfers[0].load(reader.store.plan_load("r", keys, entries, TARGET, 0))
+    reader.transfers[0].load(plan)
     assert reader.transfers[0].drain(20)
     (done,) = reader.transfers[0].poll().loads
     return done
@@ -120,9 +110,7 @@ def assert_loaded(reader: Engine, done: LoadDone, n_good: int) -> None:
     """The first `n_good` chunks hold what was saved; of the others nothing was claimed, and nothing written."""
     assert done.failed_blocks == frozenset(TARGET[4 * n_good :])
     assert all(not plane[4 * n_good :].any() for plane in reader.blocks(TARGET)), "bad bytes reached the engine"
-    loaded = reader.blocks(TARGET[: 4 * n_good])
-    reader.prefill(TOKENS, TARGET)
-    assert all(torch.equal(a, b) for a, b in zip(loaded, reader.blocks(TARGET[: 4 * n_good]), strict=True))
+    assert reader.holds(TOKENS, TARGET[: 4 * n_good])
 
 
 @pytest.mark.parametrize("is_open", [False, True])
@@ -163,7 +151,6 @@ def test_an_index_entry_of_which_one_bit_changed_is_no_hit(tmp_path: Path) -> No
     saved_by_another(tmp_path, TOKENS[:64], BLOCKS[:4], tensor_size=2)
     reader = Engine(tmp_path, changes=NO_ARENA)
     transfer = reader.transfers[0]
-    arena = transfer._worker.arena
     (key,) = reader.keys(TOKENS[:64])
     (entry,) = reader.store.lookup([key])
 
@@ -178,5 +165,4 @@ def test_an_index_entry_of_which_one_bit_changed_is_no_hit(tmp_path: Path) -> No
         changed = bytearray(entry)
         changed[bit // 8] ^= 1 << bit % 8
         assert not is_hit(bytes(changed))
-    transfer.tidy()
-    assert arena.available == arena.n_slots and not transfer._loader._fetches
+    assert reader.has_all_slots() and not transfer._loader._fetches

@@ -12,6 +12,7 @@ from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from kvtier.worker.cuda_events import HostOrder
 from tests.support.lazy import LazyEngine, Left, Mark, Stream
+from tests.support.rig import is_equal
 from tests.support.walks import (
     BLOCKS,
     TARGET,
@@ -19,7 +20,6 @@ from tests.support.walks import (
     all_given_back,
     begin_load,
     expected,
-    is_equal,
     load,
     plan_of,
     save,

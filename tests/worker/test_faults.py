@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
@@ -79,9 +78,7 @@ def test_damaged_record_is_a_miss_from_there_on(tmp_path: Path, damage: Callable
     assert (counted.get("checksum_failures", 0), counted.get("gone_chunks", 0)) == expected
     assert counted["load_tokens"] == 2 * 64 < reader.store.metrics.total()["hit_tokens"] == 5 * 64
     assert all(not tensor.any() for tensor in reader.blocks(TARGET[8:])), "bad bytes reached the engine"
-    loaded = reader.blocks(TARGET[:8])
-    reader.prefill(TOKENS, TARGET)
-    assert all(torch.equal(a, b) for a, b in zip(loaded, reader.blocks(TARGET[:8]), strict=True))
+    assert reader.holds(TOKENS, TARGET[:8])
     assert reader.load(TOKENS, TARGET)[0] == 2, "a bad record is not offered again (I11)"
     assert {answer.outcome.value for answer in reader.save(TOKENS, TARGET)} <= {"saved", "present"}
 
@@ -97,12 +94,9 @@ def test_damaged_header_page_is_found_by_verify_and_payload_still_loads(tmp_path
 
 
 def test_swapped_segments_are_a_miss(tmp_path: Path) -> None:
-    one, two = Engine(tmp_path), Engine(tmp_path)
     other = list(range(5000, 5000 + 64 * 5))
-    one.save(TOKENS, BLOCKS)
-    two.save(other, BLOCKS)
-    one.close()
-    two.close()
+    saved_by_another(tmp_path, TOKENS, BLOCKS)
+    saved_by_another(tmp_path, other, BLOCKS)
     first, second = segments(tmp_path)
     spare = tmp_path / "spare"
     first.rename(spare), second.rename(first), spare.rename(second)
@@ -137,16 +131,8 @@ def test_what_lies_before_a_lost_chunk_is_loaded(tmp_path: Path, how: str, arena
     totals = reader.transfers[0].metrics.total()
     assert (totals["load_tokens"], totals["load_failures"]) == (64 * 9, 1)
     assert all(not tensor.any() for tensor in reader.blocks(target[36:]))
-    loaded = reader.blocks(target[:36])
-    reader.prefill(tokens, target)
-    assert all(torch.equal(a, b) for a, b in zip(loaded, reader.blocks(target[:36]), strict=True))
-    arena = reader.transfers[0]._worker.arena
-
-    def has_all() -> bool:
-        reader.transfers[0].tidy()
-        return arena.available == arena.n_slots
-
-    wait_until(has_all, "a slot that what was read ahead in vain returns")
+    assert reader.holds(tokens, target[:36])
+    wait_until(reader.has_all_slots, "a slot that what was read ahead in vain returns")
 
 
 def test_a_lost_segment_is_found_out_about_once(tmp_path: Path) -> None:
@@ -227,20 +213,6 @@ def test_lost_segment_is_a_miss(tmp_path: Path, how: str) -> None:
     assert answer.failed_blocks == frozenset(TARGET)
     assert reader.transfers[0].metrics.total().get("gone_chunks", 0) == (how == "unlinked")
     assert verify(find_root(tmp_path / "root"), reader.store._keeper._index).bad or how == "unlinked"
-
-
-def test_bytes_that_go_bad_in_host_memory_are_read_again_from_the_file(tmp_path: Path) -> None:
-    engine = Engine(tmp_path)
-    engine.save(TOKENS, BLOCKS)
-    arena = engine.transfers[0]._worker.arena
-    slot, sources = arena.lease(engine.keys(TOKENS)[1])  # type: ignore[misc]
-    arena.slabs(slot, sources[0].cut.slot_offset, 4, sources[0].cut.slab_bytes)[2, 777] ^= 1
-    arena.release(slot, engine.keys(TOKENS)[1])
-    _, (answer,) = engine.load(TOKENS, TARGET)
-    assert answer.failed_blocks == frozenset()
-    assert engine.transfers[0].metrics.total()["checksum_failures"] == 1
-    pairs = zip(engine.blocks(BLOCKS), engine.blocks(TARGET), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_another_namespace_shares_nothing(tmp_path: Path) -> None:

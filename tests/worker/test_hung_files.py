@@ -18,7 +18,6 @@ from kvtier.index.entry import first_set
 from kvtier.io.ring import Batch, WriteOp
 from kvtier.plan import LoadDone, SaveDone, SaveOutcome
 from kvtier.runtime.threads import begin
-from kvtier.scheduler.store import WantedChunk
 from kvtier.storage import open_segments
 from kvtier.storage import segments as segments_module
 from kvtier.storage.open_segments import Name
@@ -77,15 +76,11 @@ def changes(**more: object) -> dict[str, object]:
     return {"io": {"threads": 2, "timeout_s": TIMEOUT_S}, "queues": {"save_threads": 1, "load_threads": 1}, **more}
 
 
+READS = changes(host={"arena_bytes": 8 << 20, "admit": "never"})  # of an engine that reads files each time
+
+
 def segment_files(root: Path) -> list[str]:
     return sorted(path.name for path in root.glob("v2/*/*.kvseg"))
-
-
-def begin_load(engine: Engine, name: str, tokens: Sequence[int], blocks: Sequence[int]) -> None:
-    keys = engine.keys(tokens)
-    entries = engine.store.lookup(keys)
-    assert entries is not None and len(entries) == len(keys)
-    engine.transfers[0].load(engine.store.plan_load(name, keys, entries, blocks, 0))
 
 
 def answers(engine: Engine, n: int, timeout_s: float) -> dict[str, LoadDone]:
@@ -95,17 +90,6 @@ def answers(engine: Engine, n: int, timeout_s: float) -> dict[str, LoadDone]:
     while len(found) < n and time.monotonic() < deadline_s:
         found.update((done.request_id, done) for done in engine.transfers[0].poll(0.01).loads)
     return found
-
-
-def begin_save(engine: Engine, tokens: Sequence[int], blocks: Sequence[int]) -> None:
-    engine.prefill(tokens, blocks)
-    keys, per = engine.keys(tokens), engine.chunk_blocks
-    parents = [engine.store.namespace_id, *keys]
-    plan = engine.store.plan_save(
-        [WantedChunk(key, parents[i], tuple(blocks[i * per : (i + 1) * per])) for i, key in enumerate(keys)]
-    )
-    assert plan is not None
-    engine.transfers[0].save(plan)
 
 
 def saves(engine: Engine, n: int, timeout_s: float) -> list[SaveDone]:
@@ -126,44 +110,41 @@ def two_sets(tmp_path: Path) -> Path:
 
 
 def test_an_open_that_hangs_holds_up_no_load_of_other_files(two_sets: Path, hang: Hang) -> None:
-    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}))
+    reader = Engine(two_sets, changes=READS)
     hang.names = {segment_files(two_sets)[0]}
     hang.of(os, "open")
-    begin_load(reader, "hangs", FIRST, BLOCKS)
+    reader.begin_load("hangs", FIRST, BLOCKS)
     wait_until(lambda: hang.n_hanging)
-    begin_load(reader, "follows", FIRST, range(100, 108))
+    reader.begin_load("follows", FIRST, range(100, 108))
     started_s = time.monotonic()
     for number in range(3):
-        begin_load(reader, f"other {number}", SECOND, OTHERS)
+        reader.begin_load(f"other {number}", SECOND, OTHERS)
     found = answers(reader, 5, 10)
     took_s = time.monotonic() - started_s
     assert {name for name, done in found.items() if done.failed_blocks} == {"hangs", "follows"}
     assert len(found) == 5 and took_s < TIMEOUT_S + 2
-    begin_load(reader, "later", FIRST, BLOCKS)
+    reader.begin_load("later", FIRST, BLOCKS)
     assert answers(reader, 1, TIMEOUT_S / 2)["later"].failed_blocks, "nobody waits for a file that is known to hang"
-    begin_load(reader, "other later", SECOND, OTHERS)
+    reader.begin_load("other later", SECOND, OTHERS)
     assert not answers(reader, 1, 10)["other later"].failed_blocks, "one file is not the storage"
     hang.go_on()
     wait_until(lambda: not reader.load(FIRST, BLOCKS)[1][0].failed_blocks, timeout_s=20)
-    arena = reader.transfers[0]._worker.arena
-    reader.transfers[0].tidy()
-    assert arena.available == arena.n_slots
+    assert reader.has_all_slots()
 
 
 def test_a_set_that_hangs_holds_up_nobody_who_wants_what_lies_before_it_in_a_prompt(two_sets: Path, hang: Hang) -> None:
-    writer, both = Engine(two_sets), [*FIRST, *SECOND]
-    writer.save(both, range(16))
-    writer.close()
-    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}))
+    both = [*FIRST, *SECOND]
+    saved_by_another(two_sets, both, range(16))
+    reader = Engine(two_sets, changes=READS)
     entries = reader.store.lookup(reader.keys(both))
     assert entries is not None
     sets = [first_set(entry) for entry in entries]
     assert sets[0] == sets[1] != sets[2] == sets[3]
     hang.names = {segments_module.segment_name(sets[2], 0)}
     hang.of(os, "open")
-    begin_load(reader, "hangs", both, range(16))
+    reader.begin_load("hangs", both, range(16))
     wait_until(lambda: hang.n_hanging)
-    begin_load(reader, "before", FIRST, range(100, 108))
+    reader.begin_load("before", FIRST, range(100, 108))
     assert not answers(reader, 1, TIMEOUT_S / 2)["before"].failed_blocks
     assert answers(reader, 1, 10)["hangs"].failed_blocks == set(range(8, 16)), "what lies before it has landed"
     hang.go_on()
@@ -179,14 +160,14 @@ def test_loads_behind_an_open_that_hangs_give_way_to_others(
     for tokens, blocks in ((both, range(16)), (third, BLOCKS)):
         saved_by_another(two_sets, tokens, blocks)
     long = {"io": {"threads": 2, "timeout_s": 20.0}}
-    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}) | long)
+    reader = Engine(two_sets, changes=READS | long)
     entries = reader.store.lookup(reader.keys(both))
     assert entries is not None
     hang.names = {segments_module.segment_name(first_set(entries[0]), 0)}
     hang.of(os, "open")
-    begin_load(reader, "hangs", both, range(16))
+    reader.begin_load("hangs", both, range(16))
     wait_until(lambda: hang.n_hanging)
-    begin_load(reader, "other", third, range(100, 108))
+    reader.begin_load("other", third, range(100, 108))
     assert not answers(reader, 1, 18)["other"].failed_blocks, "a quarter of the time-out has passed"
     hang.go_on()
     assert set(answers(reader, 1, 30)) == {"hangs"}
@@ -202,7 +183,7 @@ def test_a_save_that_hangs_ends_in_time_and_others_go_on(tmp_path: Path, hang: H
     hang.of(os if call == "open" else segments_module, call)
     writer = engine.transfers[0]._saver.writer
     started_s = time.monotonic()
-    begin_save(engine, FIRST, BLOCKS)
+    engine.begin_save(FIRST, BLOCKS)
     done = saves(engine, 2, 10)
     assert {answer.outcome for answer in done} == {SaveOutcome.FAILED} and len(done) == 2
     assert TIMEOUT_S * 0.9 < time.monotonic() - started_s < TIMEOUT_S + 2 and hang.n_hanging == 1
@@ -211,7 +192,7 @@ def test_a_save_that_hangs_ends_in_time_and_others_go_on(tmp_path: Path, hang: H
     engine.store._keeper.supplies.forget({first})
     writer.disk.clear()
     engine.wait_for_set()
-    begin_save(engine, SECOND, OTHERS)
+    engine.begin_save(SECOND, OTHERS)
     outcomes = {answer.outcome for answer in saves(engine, 2, 10)}
     assert outcomes == {SaveOutcome.SAVED}, "another thread took its place, and another set its own"
     hang.go_on()
@@ -229,11 +210,11 @@ def test_a_save_that_hangs_holds_up_no_save_of_another_set(tmp_path: Path, hang:
         engine.save(range(3000, 3064), range(16, 20))
     hang.names = {segments_module.segment_name(first, 0)}
     hang.of(os, call)
-    begin_save(engine, FIRST, BLOCKS)
+    engine.begin_save(FIRST, BLOCKS)
     wait_until(lambda: hang.n_hanging)
     engine.store._keeper.supplies.forget({first})
     engine.wait_for_set()
-    begin_save(engine, SECOND, OTHERS)
+    engine.begin_save(SECOND, OTHERS)
     by_key = {answer.key: answer.outcome for answer in saves(engine, 4, 10)}
     assert list(by_key) == [*engine.keys(SECOND), *engine.keys(FIRST)], "the others are answered first"
     assert [by_key[key] for key in engine.keys(SECOND)] == [SaveOutcome.SAVED] * 2
@@ -265,30 +246,25 @@ def test_a_file_that_hangs_holds_up_no_other_file_of_its_set(
     else:
         hang.of(os, "open")
     tokens, blocks = list(range(64 * 4)), list(range(16))
-    begin_save(engine, tokens, blocks)
+    engine.begin_save(tokens, blocks)
     keys = engine.keys(tokens)
     found = saves(engine, 2, 10)
     assert {done.key: done.outcome for done in found} == dict.fromkeys(keys[1::2], SaveOutcome.SAVED)
     wait_until(lambda: all(batch.slow_s < time.monotonic() for batch in writer._batches))
     more = list(range(9000, 9000 + 64 * 4))
-    begin_save(engine, more, range(16, 32))
+    engine.begin_save(more, range(16, 32))
     found = saves(engine, 2, 10)
     assert {done.key: done.outcome for done in found} == dict.fromkeys(engine.keys(more)[1::2], SaveOutcome.SAVED)
     assert hang.n_hanging == 1, "chunks of the file wait and hang no further thread"
     failed = saves(engine, 4, 30)
     assert {done.outcome for done in failed} == {SaveOutcome.FAILED} and len(failed) == 4
-    begin_save(engine, SECOND, OTHERS)
+    engine.begin_save(SECOND, OTHERS)
     by_key = {done.key: done.outcome for done in saves(engine, 2, 10)}
     assert list(by_key.values()) == [SaveOutcome.FAILED, SaveOutcome.SAVED], "saving does not pause"
     hang.go_on()
     if call == "write":
         returned.set()
-
-    def has_all() -> bool:
-        engine.transfers[0].tidy()
-        return not writer._batches and worker.arena.available == worker.arena.n_slots
-
-    wait_until(has_all)
+    wait_until(lambda: not writer._batches and engine.has_all_slots())
     assert engine.load(tokens, range(100, 116)) == (0, []), "what came late was not published"
 
 
@@ -299,7 +275,7 @@ def test_saves_that_are_queued_behind_one_that_hangs_do_not_follow_it(tmp_path: 
     hang.of(os, "open")
     started_s = time.monotonic()
     for number in range(4):
-        begin_save(engine, range(9000 * number, 9000 * number + 64), range(4 * number, 4 * number + 4))
+        engine.begin_save(range(9000 * number, 9000 * number + 64), range(4 * number, 4 * number + 4))
         wait_until(lambda: hang.n_hanging)
     done = saves(engine, 4, 10)
     assert [answer.outcome for answer in done] == [SaveOutcome.FAILED] + [SaveOutcome.RESTING] * 3
@@ -358,7 +334,7 @@ def test_a_read_that_had_waited_for_its_turn_says_nothing() -> None:
 @pytest.mark.parametrize("call", ["fstat", "close"])
 def test_a_file_that_hangs_keeps_no_other_file_open(two_sets: Path, hang: Hang, call: str) -> None:
     """Files that were unlinked, of which one hangs as it is asked for its name or closed."""
-    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}))
+    reader = Engine(two_sets, changes=READS)
     for tokens, blocks in ((FIRST, BLOCKS), (SECOND, OTHERS)):
         assert not reader.load(tokens, blocks)[1][0].failed_blocks
     files = reader.transfers[0]._worker.files(reader.namespace.id)
@@ -389,10 +365,8 @@ def test_a_file_that_hangs_keeps_no_other_file_open(two_sets: Path, hang: Hang, 
 
 def test_loads_go_on_beside_an_open_that_hangs_while_another_file_does(two_sets: Path, hang: Hang) -> None:
     third = list(range(9000, 9000 + 64 * 2))
-    writer = Engine(two_sets)
-    writer.save(third, BLOCKS)
-    writer.close()
-    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}))
+    saved_by_another(two_sets, third, BLOCKS)
+    reader = Engine(two_sets, changes=READS)
     assert not reader.load(SECOND, OTHERS)[1][0].failed_blocks
     entries = reader.store.lookup([*reader.keys(FIRST), *reader.keys(SECOND)])
     assert entries is not None
@@ -400,9 +374,9 @@ def test_loads_go_on_beside_an_open_that_hangs_while_another_file_does(two_sets:
     hang.of(os, "fstat")
     wait_until(lambda: hang.n_hanging)
     hang.of(os, "open")
-    begin_load(reader, "hangs", FIRST, BLOCKS)
+    reader.begin_load("hangs", FIRST, BLOCKS)
     wait_until(lambda: hang.n_hanging == 2)
-    begin_load(reader, "other", third, range(100, 108))
+    reader.begin_load("other", third, range(100, 108))
     found = answers(reader, 2, 10)
     assert found["hangs"].failed_blocks and not found["other"].failed_blocks
     hang.go_on()
@@ -443,7 +417,7 @@ def test_a_batch_is_split_once_although_its_thread_opens_the_next_file(tmp_path:
 def test_no_byte_of_a_load_that_hung_reaches_the_pages_after_close(
     two_sets: Path, hang: Hang, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}))
+    reader = Engine(two_sets, changes=READS)
     worker, hangs = reader.transfers[0]._worker, threading.Event()
     if how == "read":  # the bytes come, but the ring does not say so before `hangs` is set
         states, n_asked = worker.io.reader.states, itertools.count()
@@ -456,7 +430,7 @@ def test_no_byte_of_a_load_that_hung_reaches_the_pages_after_close(
     else:
         hang.names = set(segment_files(two_sets))
         hang.of(os, "open")
-    begin_load(reader, "hangs", FIRST, BLOCKS)
+    reader.begin_load("hangs", FIRST, BLOCKS)
     wait_until(lambda: hang.n_hanging if how == "open" else next(n_asked) > 5)
     started_s = time.monotonic()
     reader.transfers[0].close()
@@ -473,14 +447,14 @@ def test_no_byte_of_a_load_that_hung_reaches_the_pages_after_close(
 
 def test_a_load_that_comes_while_loads_are_stopped_is_answered(two_sets: Path) -> None:
     """On a tier of objects any thread may ask for one."""
-    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}) | {"io": {"threads": 2}})
+    reader = Engine(two_sets, changes=READS | {"io": {"threads": 2}})
     assert reader.transfers[0]._loader.stop(1.0)
-    begin_load(reader, "late", FIRST, BLOCKS)
+    reader.begin_load("late", FIRST, BLOCKS)
     assert answers(reader, 1, TIMEOUT_S)["late"].failed_blocks == set(BLOCKS)
 
 
 def test_close_waits_for_a_scatter_under_way(two_sets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}))
+    reader = Engine(two_sets, changes=READS)
     (transfer,) = reader.transfers
     may_scatter, has_begun, decode = threading.Event(), threading.Event(), type(transfer._worker.codec).decode
 
@@ -490,7 +464,7 @@ def test_close_waits_for_a_scatter_under_way(two_sets: Path, monkeypatch: pytest
         decode(*args)
 
     monkeypatch.setattr(type(transfer._worker.codec), "decode", slow)
-    begin_load(reader, "slow", FIRST, BLOCKS)
+    reader.begin_load("slow", FIRST, BLOCKS)
     assert has_begun.wait(10)
     closed = begin("close", transfer.close)
     time.sleep(CLOSE_TIMEOUT_S + 0.5)
@@ -507,7 +481,7 @@ def test_a_scatter_that_hangs_does_not_hold_up_close(
     two_sets: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a launch on a GPU that hangs: the lock that is held then was waited for without end."""
-    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}))
+    reader = Engine(two_sets, changes=READS)
     (transfer,) = reader.transfers
     goes_on, has_begun = threading.Event(), threading.Event()
 
@@ -517,7 +491,7 @@ def test_a_scatter_that_hangs_does_not_hold_up_close(
 
     monkeypatch.setattr(type(transfer._worker.codec), "decode", hang_in_launch)
     monkeypatch.setattr(loads, "LAUNCH_TIMEOUT_S", 0.2)
-    begin_load(reader, "hangs", FIRST, BLOCKS)
+    reader.begin_load("hangs", FIRST, BLOCKS)
     assert has_begun.wait(10)
     begin("close", transfer.close).result(20)
     assert "do not free its memory" in caplog.text and transfer._worker in transfer_module._outlived
@@ -531,14 +505,14 @@ def test_a_close_that_hangs_holds_up_no_load(two_sets: Path, hang: Hang, monkeyp
     saved_by_another(two_sets, third, BLOCKS)
     monkeypatch.setattr(open_segments, "OPEN_FILES_MAX", 1)
     long = {"io": {"threads": 2, "timeout_s": 60.0}}
-    reader = Engine(two_sets, changes=changes(host={"arena_bytes": 8 << 20, "admit": "never"}) | long)
+    reader = Engine(two_sets, changes=READS | long)
     assert not reader.load(FIRST, BLOCKS)[1][0].failed_blocks
     files = reader.transfers[0]._worker.files(reader.namespace.id)
     (first,) = (segments_module.segment_name(*name) for name in files._open)
     hang.names = {first}
     hang.of(os, "close")
     for tokens in (SECOND, third, SECOND):
-        begin_load(reader, "other", tokens, OTHERS)
+        reader.begin_load("other", tokens, OTHERS)
         found = answers(reader, 1, TIMEOUT_S / 2)
         assert found and not found["other"].failed_blocks
     wait_until(lambda: hang.n_hanging)

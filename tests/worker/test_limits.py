@@ -1,4 +1,4 @@
-"""Bounds and deadlines: full queues skip, hung storage becomes a miss in time, a chunk is not read twice."""
+"""Bounds and deadlines: full queues skip, hung storage becomes a miss in time."""
 
 import threading
 import time
@@ -6,54 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvtier.errors import IndexUnavailable
-from kvtier.io.base import Reader
 from kvtier.io.engines import Engines
-from kvtier.io.ring import Batch, OpResult, ReadOp, Ring, WriteOp
 from kvtier.kernels.paged import Move, PagedKV
 from kvtier.plan import LoadDone, SaveOutcome
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage.segments import SegmentFiles
 from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, geometry, saved_by_another
 from tests.waiting import wait_until
+from tests.worker.held_ring import HeldRing
 
 
-class HungBatch:
-    """Storage that does not answer until `returned` is set; then the operations are done after all."""
-
-    def __init__(self, inner: Batch, returned: threading.Event) -> None:
-        self._inner = inner
-        self._returned = returned
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._returned.wait(timeout_s) and self._inner.wait(timeout_s)
-
-    def cancel(self) -> None:
-        """Too late: the kernel has it."""
-
-    def results(self) -> list[OpResult]:
-        return self._inner.results()
-
-
-class HungRing(Reader):
-    def __init__(self, inner: Ring) -> None:
-        self._inner = inner
-        self.returned = threading.Event()
-        self.submitted: list[ReadOp | WriteOp] = []
-
-    def submit(self, ops: Sequence[ReadOp | WriteOp]) -> HungBatch:
-        self.submitted += ops
-        return HungBatch(self._inner.submit(ops), self.returned)
-
-    def close(self, timeout_s: float = 1.0) -> bool:
-        return self._inner.close(timeout_s)
-
-
-def with_hung_ring(engine: Engine) -> HungRing:
+def with_hung_ring(engine: Engine) -> HeldRing:
     worker = engine.transfers[0]._worker
-    ring = HungRing(worker.io.ring)
+    ring = HeldRing(worker.io.ring)
     object.__setattr__(worker, "io", Engines(ring, ring))  # type: ignore[arg-type]
     engine.transfers[0]._loader._chunks.reader.engine = ring
     return ring
@@ -61,11 +28,8 @@ def with_hung_ring(engine: Engine) -> HungRing:
 
 def begin_loads(reader: Engine, n: int) -> None:
     """Begin loads of TOKENS into 20 blocks each."""
-    keys = reader.keys(TOKENS)
-    entries = reader.store.lookup(keys)
     for number in range(n):
-        blocks = list(range(20 * number, 20 * number + 20))
-        reader.transfers[0].load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
+        reader.begin_load(f"r{number}", TOKENS, range(20 * number, 20 * number + 20))
 
 
 def test_a_hung_read_is_a_miss_in_time_and_its_slot_comes_back(tmp_path: Path) -> None:
@@ -79,9 +43,8 @@ def test_a_hung_read_is_a_miss_in_time_and_its_slot_comes_back(tmp_path: Path) -
     arena = reader.transfers[0]._worker.arena
     assert arena.available == arena.n_slots - 5, "slots of hung reads are not given to others (I10)"
     assert reader.load(TOKENS, TARGET)[1][0].failed_blocks, "stalled storage is not asked again at once"
-    ring.returned.set()
-    reader.transfers[0].tidy()
-    assert arena.available == arena.n_slots
+    ring.let_go.set()
+    assert reader.has_all_slots()
     assert all(not tensor.any() for tensor in reader.blocks(TARGET)), "late bytes reached engine blocks"
 
 
@@ -93,10 +56,8 @@ def test_a_hung_write_is_given_up_and_published_never(tmp_path: Path) -> None:
     assert engine.load(TOKENS, TARGET) == (0, [])
     outcomes = {answer.outcome for answer in engine.save(list(range(64)), BLOCKS)}
     assert outcomes == {SaveOutcome.RESTING}, "saving pauses"
-    ring.returned.set()
-    engine.transfers[0].tidy()
-    arena = engine.transfers[0]._worker.arena
-    assert arena.available == arena.n_slots
+    ring.let_go.set()
+    assert engine.has_all_slots()
 
 
 def test_saves_beyond_the_bound_are_refused_without_waiting(tmp_path: Path) -> None:
@@ -104,16 +65,14 @@ def test_saves_beyond_the_bound_are_refused_without_waiting(tmp_path: Path) -> N
     ring = with_hung_ring(engine)
     engine.wait_for_set()
     keys = engine.keys(TOKENS)
-    wanted = [WantedChunk(key, bytes(16), tuple(BLOCKS[i * 4 : i * 4 + 4])) for i, key in enumerate(keys)]
-    plan = engine.store.plan_save(wanted)
-    assert plan is not None
+    plan = engine.plan(TOKENS, BLOCKS)
     started = time.monotonic()
     engine.transfers[0].save(plan)
     assert time.monotonic() - started < 5, "of io.timeout_s"
     skipped = [answer for answer in engine.transfers[0].poll().saves if answer.outcome is SaveOutcome.QUEUE_FULL]
     assert len(skipped) == 3
     assert "skipped_chunks_queue_full" not in engine.transfers[0].metrics.total(), "they are planned again"
-    ring.returned.set()
+    ring.let_go.set()
     lost = engine.store.saved(skipped)
     assert [(one.key, one.outcome) for one in lost] == [(key, SaveOutcome.QUEUE_FULL) for key in keys[2:5]]
     assert not engine.store.is_known(keys[4]) and engine.store.is_known(keys[0])
@@ -137,9 +96,9 @@ def test_loads_beyond_the_bound_wait(tmp_path: Path) -> None:
     ring = with_hung_ring(reader)
     n_loads = 5  # at work, queued, and three beyond
     begin_loads(reader, n_loads)
-    wait_until(lambda: ring.submitted, "the first load at work")
+    wait_until(lambda: ring.n_submitted, "the first load at work")
     assert not reader.transfers[0].poll().loads
-    ring.returned.set()
+    ring.let_go.set()
     done: list[LoadDone] = []
     wait_until(lambda: done.extend(reader.transfers[0].poll().loads) or len(done) == n_loads, "all loads")
     assert [load.request_id for load in done] == [f"r{n}" for n in range(n_loads)]
@@ -157,22 +116,7 @@ def test_loads_beyond_the_bound_are_answered_by_their_deadline(tmp_path: Path) -
     done: list[LoadDone] = []
     wait_until(lambda: done.extend(reader.transfers[0].poll().loads) or len(done) == 8, "all answers")
     assert all(len(load.failed_blocks) == 20 for load in done)
-    ring.returned.set()
-
-
-def test_a_chunk_on_its_way_is_not_read_twice(tmp_path: Path) -> None:
-    saved_by_another(tmp_path, TOKENS, BLOCKS)
-    reader = Engine(tmp_path, changes={"host": {"arena_bytes": 8 << 20, "admit": "never"}})
-    ring = with_hung_ring(reader)
-    begin_loads(reader, 2)
-    wait_until(lambda: len(ring.submitted) >= 5, "reads")
-    time.sleep(0.3)
-    assert len(ring.submitted) == 5
-    ring.returned.set()
-    assert reader.transfers[0].drain(10)
-    assert [done.failed_blocks for done in reader.transfers[0].poll().loads] == [frozenset()] * 2
-    assert len(ring.submitted) == 5, "the second request took what the first one read"
-    assert all(torch.equal(a, b) for a, b in zip(reader.blocks(range(20)), reader.blocks(range(20, 40)), strict=True))
+    ring.let_go.set()
 
 
 def test_a_dead_index_is_a_miss_and_saving_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,9 +142,7 @@ def test_more_chunks_than_the_arena_has_slots_load_all_the_same(tmp_path: Path) 
     assert reader.transfers[0]._worker.arena.n_slots == 5
     n_chunks, (answer,) = reader.load(tokens, range(100, 180))
     assert n_chunks == 20 and answer.failed_blocks == frozenset()
-    loaded = reader.blocks(range(100, 180))
-    reader.prefill(tokens, range(100, 180))
-    assert all(torch.equal(a, b) for a, b in zip(loaded, reader.blocks(range(100, 180)), strict=True))
+    assert reader.holds(tokens, range(100, 180))
     reader.transfers[0]._worker.arena.check()
 
 
@@ -235,9 +177,7 @@ def test_a_hanging_open_is_a_miss_in_time_and_never_stops_the_engine(
     assert all(not tensor.any() for tensor in reader.blocks(range(100))), "a late thread wrote into engine blocks"
     time.sleep(1.1)
     assert reader.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset(), "storage that is back is used"
-    arena = transfer._worker.arena
-    transfer.tidy()
-    assert arena.available == arena.n_slots
+    assert reader.has_all_slots()
 
 
 def test_two_loads_never_wait_for_each_other(tmp_path: Path) -> None:
@@ -255,19 +195,13 @@ def test_two_loads_never_wait_for_each_other(tmp_path: Path) -> None:
     reader = Engine(tmp_path, changes=changes, n_blocks=1024)
     for number in range(18):
         prompt = prompts[number % 4]
-        keys = reader.keys(prompt)
-        entries = reader.store.lookup(keys)
-        assert len(entries) == len(keys)
-        blocks = list(range(50 * number, 50 * number + 4 * len(keys)))
-        reader.transfers[0].load(reader.store.plan_load(f"r{number}", keys, entries, blocks, 0))
+        reader.begin_load(f"r{number}", prompt, range(50 * number, 50 * number + len(prompt) // 16))
     started = time.monotonic()
     assert reader.transfers[0].drain(60)
     assert time.monotonic() - started < 50, "one waited to the end of its time"
     assert [answer.failed_blocks for answer in reader.transfers[0].poll().loads] == [frozenset()] * 18
-    arena = reader.transfers[0]._worker.arena
-    arena.check()
-    reader.transfers[0].tidy()
-    assert arena.available == arena.n_slots
+    reader.transfers[0]._worker.arena.check()
+    assert reader.has_all_slots()
 
 
 def test_a_long_queue_is_not_taken_for_dead_storage(tmp_path: Path) -> None:

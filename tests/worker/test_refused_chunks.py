@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.plan import SaveOutcome, SavePlan
+from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from kvtier.scheduler import store as store_module
-from kvtier.scheduler.store import REFUSED_S, WantedChunk
+from kvtier.scheduler.store import REFUSED_S
 from tests.support.rig import Engine, geometry
 
 TOKENS = list(range(1000, 1000 + 64 * 3))
@@ -25,17 +25,9 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
     yield engine
 
 
-def plan(engine: Engine) -> SavePlan | None:
-    keys = engine.keys(TOKENS)
-    parents = [engine.store.namespace_id, *keys]
-    return engine.store.plan_save(
-        [WantedChunk(key, parents[i], tuple(BLOCKS[4 * i : 4 * i + 4])) for i, key in enumerate(keys)]
-    )
-
-
 def save(engine: Engine) -> list[SaveOutcome]:
     """Of every chunk that is not stored yet; outcomes on the last rank, which has the head that is spoiled."""
-    planned = plan(engine)
+    planned = engine.plan_if_new(TOKENS, BLOCKS)
     if planned is None:
         return []
     for transfer in engine.transfers:
@@ -60,12 +52,12 @@ def test_a_refused_chunk_is_left_alone_for_a_while(engine: Engine, monkeypatch: 
     assert save(engine) == [SAVED, REFUSED, SAVED]
     assert names.SKIPPED_REFUSED not in engine.store.metrics.total()
     for number in range(3):
-        assert plan(engine) is None
+        assert engine.plan_if_new(TOKENS, BLOCKS) is None
         assert engine.store.metrics.total()[names.SKIPPED_REFUSED] == number + 1, "skipped, and counted"
     clock, spoiled = engine.store._clock, engine.keys(TOKENS)[1]
     monkeypatch.setattr(engine.store, "_clock", lambda: clock() + REFUSED_S + 1)
     assert save(engine) == [REFUSED]
-    assert plan(engine) is None
+    assert engine.plan_if_new(TOKENS, BLOCKS) is None
     spoil(engine, 1.0)
     monkeypatch.setattr(engine.store, "_clock", lambda: clock() + 2 * REFUSED_S + 2)
     assert save(engine) == [SAVED]

@@ -5,50 +5,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvtier.io.base import Reader
-from kvtier.io.ring import Batch, OpResult, ReadOp, Ring, WriteOp
+from kvtier.io.ring import Batch, ReadOp, WriteOp
 from kvtier.plan import LoadDone
+from kvtier.runtime import metrics as names
 from kvtier.worker import loads
-from tests.support.rig import Engine, reader_of_saved
+from tests.support.rig import Engine, reader_of_saved, saved_by_another
 from tests.waiting import wait_until
+from tests.worker.held_ring import HeldBatch, HeldRing
 
 TOKENS = list(range(1000, 1128))
 BLOCKS = list(range(8))
 N_CHUNKS = 2
 SOON_S = 5.0
-
-
-class HeldBatch:
-    """Reads that seem to be under way until they are let go."""
-
-    def __init__(self, inner: Batch, let_go: threading.Event) -> None:
-        self._inner = inner
-        self._let_go = let_go
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._let_go.wait(timeout_s) and self._inner.wait(timeout_s)
-
-    def cancel(self) -> None:
-        pass
-
-    def results(self) -> list[OpResult]:
-        return self._inner.results()
-
-
-class HeldRing(Reader):
-    def __init__(self, inner: Ring) -> None:
-        self._inner = inner
-        self.n_reads = 0
-        self.let_go = threading.Event()
-
-    def submit(self, ops: Sequence[ReadOp | WriteOp]) -> HeldBatch:
-        self.n_reads += len(ops)
-        return HeldBatch(self._inner.submit(ops), self.let_go)
-
-    def close(self, timeout_s: float = 1.0) -> bool:
-        return self._inner.close(timeout_s)
 
 
 class Readers:
@@ -60,15 +30,11 @@ class Readers:
         self.worker = self.transfer._worker
         self.ring = HeldRing(self.worker.io.ring)
         self.transfer._loader._chunks.reader.engine = self.ring
-        self._keys = engine.keys(TOKENS)
-        entries = engine.store.lookup(self._keys)
-        assert entries is not None
-        self._entries = entries
         self._done: dict[str, LoadDone] = {}
 
     def ask(self, name: str, first: int) -> list[int]:
         blocks = list(range(first, first + len(BLOCKS)))
-        self.transfer.load(self.engine.store.plan_load(name, self._keys, self._entries, blocks, 0))
+        self.engine.begin_load(name, TOKENS, blocks)
         return blocks
 
     def answer(self, name: str) -> LoadDone:
@@ -79,15 +45,8 @@ class Readers:
         wait_until(has_come, f"{name} is answered", SOON_S)
         return self._done[name]
 
-    def holds_what_was_saved(self, blocks: Sequence[int]) -> bool:
-        found = self.engine.blocks(blocks)
-        self.engine.prefill(TOKENS, BLOCKS)
-        return all(torch.equal(a, b) for a, b in zip(found, self.engine.blocks(BLOCKS), strict=True))
-
     def all_is_given_back(self) -> bool:
-        self.transfer.tidy()
-        arena = self.worker.arena
-        return arena.available == arena.n_slots and not self.transfer._loader._fetches
+        return self.engine.has_all_slots() and not self.transfer._loader._fetches
 
 
 @pytest.fixture(name="readers")
@@ -102,19 +61,19 @@ def _readers(tmp_path: Path) -> Iterator[Readers]:
 
 def test_a_chunk_is_read_once_for_all_loads_that_want_it(readers: Readers) -> None:
     asked = {name: readers.ask(name, 16 * number + 16) for number, name in enumerate(("first", "second", "third"))}
-    wait_until(lambda: readers.ring.n_reads == N_CHUNKS)
+    wait_until(lambda: readers.ring.n_submitted == N_CHUNKS)
     readers.ring.let_go.set()
     for name, blocks in asked.items():
         assert readers.answer(name).failed_blocks == frozenset()
-        assert readers.holds_what_was_saved(blocks)
-    assert readers.ring.n_reads == N_CHUNKS
+        assert readers.engine.holds(TOKENS, blocks)
+    assert readers.ring.n_submitted == N_CHUNKS
 
 
 def test_a_load_that_gives_up_ends_no_other_loads_read(readers: Readers) -> None:
     now_s = readers.worker.clock()
     object.__setattr__(readers.worker, "clock", lambda: now_s)
     first = readers.ask("first", 16)
-    wait_until(lambda: readers.ring.n_reads == N_CHUNKS)
+    wait_until(lambda: readers.ring.n_submitted == N_CHUNKS)
     object.__setattr__(readers.worker, "clock", lambda: now_s + readers.worker.timeout_s / 2)
     second = readers.ask("second", 32)
     fetches = readers.transfer._loader._fetches
@@ -123,7 +82,7 @@ def test_a_load_that_gives_up_ends_no_other_loads_read(readers: Readers) -> None
     assert readers.answer("first").failed_blocks == frozenset(first)
     readers.ring.let_go.set()
     assert readers.answer("second").failed_blocks == frozenset()
-    assert readers.holds_what_was_saved(second) and readers.ring.n_reads == N_CHUNKS
+    assert readers.engine.holds(TOKENS, second) and readers.ring.n_submitted == N_CHUNKS
     assert all(not plane.any() for plane in readers.engine.blocks(first)), "written after its answer"
 
 
@@ -142,8 +101,9 @@ def test_a_copy_that_went_bad_is_read_anew_once(tmp_path: Path) -> None:
     asked = {name: readers.ask(name, 16 * number + 32) for number, name in enumerate(("first", "second"))}
     for name, blocks in asked.items():
         assert readers.answer(name).failed_blocks == frozenset()
-        assert readers.holds_what_was_saved(blocks)
-    assert readers.ring.n_reads == N_CHUNKS + 1
+        assert readers.engine.holds(TOKENS, blocks)
+    assert readers.ring.n_submitted == N_CHUNKS + 1
+    assert readers.transfer.metrics.total()[names.CHECKSUM_FAILURES] == 1
     wait_until(readers.all_is_given_back, "a slot or a fetch was left")
 
 
@@ -164,7 +124,7 @@ def test_a_decode_that_raises_costs_its_loads_and_no_slot(readers: Readers, monk
     readers.worker.codec.decode = decode  # type: ignore[method-assign]
     second = readers.ask("second", 32)
     assert readers.answer("second").failed_blocks == frozenset()
-    assert readers.holds_what_was_saved(second) and len(raised) == 1
+    assert readers.engine.holds(TOKENS, second) and len(raised) == 1
 
 
 @pytest.mark.parametrize("fault", [OSError, ValueError])
@@ -176,7 +136,7 @@ def test_a_read_that_is_not_submitted_frees_no_slot_of_those_under_way(
     arena, submit = readers.worker.arena, readers.ring.submit
 
     def submit_first(ops: Sequence[ReadOp | WriteOp]) -> HeldBatch:
-        if readers.ring.n_reads:
+        if readers.ring.n_submitted:
             raise fault("no read")
         return submit(ops)
 
@@ -194,7 +154,7 @@ def test_one_free_slot_is_enough(readers: Readers) -> None:
     taken = [arena.reserve() for _ in range(arena.n_slots - 1)]
     readers.ask("first", 16)
     assert readers.answer("first").failed_blocks == frozenset()
-    assert readers.ring.n_reads == N_CHUNKS
+    assert readers.ring.n_submitted == N_CHUNKS
     for slot in taken:
         assert slot is not None
         arena.discard(slot)
@@ -205,10 +165,8 @@ def test_a_read_that_hangs_keeps_no_slots_from_others(tmp_path: Path, monkeypatc
     monkeypatch.setattr(loads, "WINDOW_MIN", 4)
     monkeypatch.setattr(loads, "WINDOW_MAX", 4)
     long, short = list(range(64 * 6)), list(range(5000, 5128))
-    writer = Engine(tmp_path)
-    writer.save(long, list(range(24)))
-    writer.save(short, BLOCKS)
-    writer.close()
+    saved_by_another(tmp_path, long, range(24))
+    saved_by_another(tmp_path, short, BLOCKS)
     engine = Engine(tmp_path, changes={"host": {"arena_bytes": 8 << 20, "admit": "never"}, "io": {"timeout_s": 8.0}})
     transfer, ring = engine.transfers[0], engine.transfers[0]._worker.io.ring
     first_key, let_go = engine.keys(long)[0], threading.Event()
@@ -222,12 +180,8 @@ def test_a_read_that_hangs_keeps_no_slots_from_others(tmp_path: Path, monkeypatc
             return ring.close(timeout_s)
 
     transfer._loader._chunks.reader.engine = HangingReader()
-    for name, tokens, first in (("long", long, 100), ("short", short, 200)):
-        keys = engine.keys(tokens)
-        blocks = list(range(first, first + len(tokens) // 16))
-        entries = engine.store.lookup(keys)
-        assert entries is not None
-        transfer.load(engine.store.plan_load(name, keys, entries, blocks, 0))
+    engine.begin_load("long", long, range(100, 124))
+    engine.begin_load("short", short, range(200, 208))
     done: list[LoadDone] = []
     wait_until(lambda: done.extend(transfer.poll(0.05).loads) or len(done) == 1, "the short load ends", 6.0)
     assert done[0].request_id == "short" and not done[0].failed_blocks
