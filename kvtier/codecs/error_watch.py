@@ -1,7 +1,8 @@
 """Check of the first chunks that a lossy codec encodes: heads whose error is large beside their signal.
 
 A codec may suit one model and not another: where K is almost only a bias, an error that follows the bias can be larger
-than what differs between tokens. That is seen without the model, by decoding a sample.
+than what differs between tokens. That is seen without the model, by decoding a sample. A thread of its own does it: on
+a GPU it waits for the device, which the transfer loop never does.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,7 +21,10 @@ from kvtier.codecs.base import Encoded, EncodeResult, Mover
 from kvtier.codecs.turboquant.turns import turned
 from kvtier.codecs.vectors import VectorPages
 from kvtier.format.geometry import Extent
+from kvtier.io import cuda
+from kvtier.kernels.launch import on_device
 from kvtier.kernels.paged import Move
+from kvtier.runtime.threads import begin
 
 log = logging.getLogger("kvtier")
 
@@ -30,7 +36,7 @@ BETTER = {"k4v4": "k6v5 or int8", "k6v5": "int8", "int8": "raw"}  # presets to u
 
 
 class _Layer(NamedTuple):
-    """K and V of one layer of a chunk before it was encoded, (heads, tokens, size), and where its bytes will be."""
+    """Copies of K and V of one layer of a chunk, (heads, tokens, size), and of its encoded bytes, (heads, n)."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -40,8 +46,8 @@ class _Layer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """kvtier.codecs.base.Encoded that compares layers of the first move once they are encoded. copied: when they are
-    copied, too; None on the CPU."""
+    """kvtier.codecs.base.Encoded that has layers of the first move compared once they are encoded. copied: when they
+    are copied, too; None on the CPU."""
 
     inner: Encoded
     watch: WatchedMover
@@ -50,11 +56,8 @@ class _Watched:
 
     def wait(self) -> list[EncodeResult]:
         verdicts = self.inner.wait()
-        if self.copied is not None:
-            self.copied.synchronize()
         if not verdicts[0].is_refused:
-            for layer in self.layers:
-                self.watch.compare(layer)
+            self.watch.begin_to_compare(self.layers, self.copied)
         return verdicts
 
 
@@ -71,10 +74,11 @@ class WatchedMover:
         self._mover, self._preset, self._vectors, self._rope_base = mover, preset, vectors, rope_base
         self._lock = threading.Lock()
         self._missing = set(range(vectors.held.first_layer, vectors.held.end_layer))
+        self.comparison: Future[None] | None = None  # the last one
+        self._stream: torch.cuda.Stream | None = None
 
     def encode(self, moves: Sequence[Move]) -> Encoded | None:
-        """Encode, and add layers of the first move to the sample: copied behind the launch, on its stream, and compared
-        by the thread that waits for the verdicts."""
+        """Encode, and add layers of the first move to the sample: copied behind the launch, on its stream."""
         encoded = self._mover.encode(moves)
         if encoded is None or not moves or not self._missing:
             return encoded
@@ -87,7 +91,29 @@ class WatchedMover:
     def decode(self, moves: Sequence[Move]) -> None:
         self._mover.decode(moves)
 
-    def compare(self, layer: _Layer) -> None:
+    def begin_to_compare(self, layers: Sequence[_Layer], copied: torch.cuda.Event | None) -> None:
+        """Have these layers compared, unless others are: a later move will do as well."""
+        with self._lock:
+            if self.comparison is None or self.comparison.done():
+                self.comparison = begin("compare", partial(self._compare, layers, copied))
+
+    def _compare(self, layers: Sequence[_Layer], copied: torch.cuda.Event | None) -> None:
+        device = layers[0].k.device
+        with on_device(device):
+            if copied is not None:
+                cuda.relax_this_thread()  # else it would spoil a graph that the engine is recording
+                # On the default stream, which is the engine's, each result would wait for the forwards in its queue.
+                # One stream for all comparisons: torch caches memory for each.
+                self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                self._stream.wait_event(copied)
+            with torch.cuda.stream(self._stream):
+                try:
+                    for layer in layers:
+                        self._compare_layer(layer)
+                except RuntimeError as fault:  # of torch: memory, for example
+                    log.warning("the error of codec %s could not be measured: %s", self._preset, fault)
+
+    def _compare_layer(self, layer: _Layer) -> None:
         """Count the heads of one layer; log once all layers are compared."""
         with self._lock:
             if layer.cells.first_layer not in self._missing:
@@ -119,4 +145,6 @@ class WatchedMover:
         vectors, blocks = self._vectors, self._vectors.blocks(move)
         parts = vectors.parts(move, move.patch.n_heads)
         missing = [(cells, data) for cells, data in parts if cells.first_layer in self._missing]
-        return [_Layer(*vectors.vectors(cells, blocks), data, cells) for cells, data in missing[:LAYERS_AT_ONCE]]
+        return [
+            _Layer(*vectors.vectors(cells, blocks), data.clone(), cells) for cells, data in missing[:LAYERS_AT_ONCE]
+        ]

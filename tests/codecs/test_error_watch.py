@@ -1,5 +1,8 @@
 """The check of the first chunks: a head whose error is large beside its signal is counted, and named once."""
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 
@@ -32,8 +35,9 @@ def encode(codec: Codec, pages: PagedKV, times: int) -> WatchedMover:
         encoded = codec.encode(pages, [Move(Patch(0, 0, LAYERS, 0, HEADS), (2, 0, 3, 1), slabs)])
         assert encoded is not None
         assert [verdict.is_refused for verdict in encoded.wait()] == [False]
-    mover = codec._movers[id(pages)]  # type: ignore[attr-defined]
-    assert isinstance(mover, WatchedMover)
+        mover = codec._movers[id(pages)]  # type: ignore[attr-defined]
+        assert isinstance(mover, WatchedMover) and mover.comparison is not None
+        mover.comparison.result(30.0)
     return mover
 
 
@@ -71,3 +75,28 @@ def test_what_is_refused_is_not_compared() -> None:
     encoded = codec.encode(pages, [Move(Patch(0, 0, LAYERS, 0, HEADS), (2, 0, 3, 1), slabs)])
     assert encoded is not None and encoded.wait()[0].is_refused
     assert codec._movers[id(pages)].heads_compared == 0  # type: ignore[attr-defined]
+
+
+def test_verdicts_do_not_wait_for_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transfer loop takes the verdicts. On a GPU a comparison may last as long as a forward."""
+    pages, codec, may_decode = pages_with(0.0, 0), Int8Codec(), threading.Event()
+    codec.prepare(pages, GEOMETRY, EXTENT)
+    mover = codec._movers[id(pages)]
+    assert isinstance(mover, WatchedMover)
+    decode = mover._vectors.coder.decode
+
+    def decode_later(*args: Any) -> Any:
+        assert may_decode.wait(30.0)
+        return decode(*args)
+
+    monkeypatch.setattr(mover._vectors.coder, "decode", decode_later)
+    slabs = torch.zeros(HEADS, padded(codec.layers_bytes(GEOMETRY, range(LAYERS))), dtype=torch.uint8)
+    move = Move(Patch(0, 0, LAYERS, 0, HEADS), (2, 0, 3, 1), slabs)
+    for _ in range(2):  # the second one's sample is dropped: another is being compared
+        encoded = mover.encode([move])
+        assert encoded is not None and not encoded.wait()[0].is_refused
+    slabs.zero_()  # the slot is another chunk's by now
+    assert mover.heads_compared == 0 and mover.comparison is not None
+    may_decode.set()
+    mover.comparison.result(30.0)
+    assert (mover.heads_bad, mover.heads_compared) == (0, 2 * HEADS * LAYERS_AT_ONCE)
