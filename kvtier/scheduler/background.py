@@ -60,8 +60,8 @@ class KeeperPlan:
     writer_lease_s: time after which an engine that did not renew its lease counts as dead.
     make_folder: checks the root and creates a namespace's folder where it is missing; called again now and then.
     about: description of the engine in its reports. spares_max: upper bound of the sets kept ready. with_beat: called
-        with the time at each renewal of the lease and at the end; it may wait for the index and raise what that
-        raises. set_files: number of files of one set. stripes: those of one rank. reclaim_s: see Room.
+        with the time, in seconds, at each renewal of the lease and when the engine ends; it may wait for the index and
+        raise KVTierError. set_files: files of one set. stripes: files of one set and rank. reclaim_s: see Room.
     """
 
     owner: str
@@ -79,15 +79,17 @@ class KeeperPlan:
     reclaim_s: float = 0.0
 
     def spares(self, capacity_bytes: int) -> int:
-        """Return how many sets are kept ready: enough for a long prompt, and at most an eighth of what all sets may
-        take, but one."""
+        """Return how many sets are kept ready: enough for a long prompt, but at most an eighth of the capacity, and at
+        least one."""
         return max(1, min(self.spares_max, capacity_bytes // self.set_bytes // 8))
 
 
 @dataclass(slots=True)
 class _Due:
-    """Time at which each duty is due, seconds since the epoch. looked_s: time of the last tick. beaten_s: time at
-    which the index was last told that this engine lives. log: for duties that were put off."""
+    """Time at which each duty is due, seconds since the epoch; beat_s: the renewal of the lease.
+
+    looked_s: time of the last tick. beaten_s: time of the last renewal of the lease. log: for duties that failed.
+    """
 
     sweep: SweepTurns
     log: RepeatedLog
@@ -153,20 +155,20 @@ class Keeper:
         self._space = _Space(Room(plan.reclaim_s))
 
     def start(self) -> None:
-        """Ticks on a thread of its own until `close`; without it the caller ticks (simulation).
+        """Call `tick` on a background thread until `close`. Simulations do not start it and call `tick` themselves.
 
-        Returns with sets ready, unless the index or the storage is slow to give them.
+        Wait for the first tick, which makes sets ready, for at most FIRST_TICK_TIMEOUT_S.
         """
         self._ticker = Ticker("keeper", TICK_INTERVAL_S, self.tick)
         self._has_ticked.wait(FIRST_TICK_TIMEOUT_S)
 
     def refill(self) -> None:
-        """Make further sets soon if the slots that were taken make them necessary."""
+        """Wake the thread if it has to make sets ready in place of those that were taken."""
         if self._ticker is not None and self.supplies.want_sets(self._housekeeper.clock()):
             self._ticker.wake()
 
     def book_load(self, load: Sequence[bytes], now_s: float) -> None:
-        """Book a load of these index entries. The recency of their sets follows in the background."""
+        """Note a load of these index entries. A later tick records in the index that their sets were used."""
         with suppress(Corrupt):  # the worker finds out
             self._recent.append((now_s, frozenset(map(entries.first_set, load))))
 
@@ -179,7 +181,7 @@ class Keeper:
         self._space.has_saved = True
 
     def tick(self) -> None:
-        """Does what is due. What fails is logged and tried again later; the other duties go on."""
+        """Carry out the duties that are due. A duty that fails is logged and tried again; the others go on."""
         now = self._housekeeper.clock()
         if now < self._due.looked_s - SET_BACK_S:
             self._due = _Due(SweepTurns(self._plan.owner), RepeatedLog(self._housekeeper.clock))
@@ -187,11 +189,11 @@ class Keeper:
                 side.room.clear()
         self._due.looked_s = now
         for duty in (
-            self._beat,
+            self._renew_lease,
             self._rebuild_lost_index,
             self._close_sets,
-            self._book_uses_in_time,
-            self._learn_room,
+            self._record_uses,
+            self._limit_to_disk,
             self._make_sets,
             self._keep_limits,
             self._sweep,
@@ -211,7 +213,7 @@ class Keeper:
 
     @property
     def index(self) -> Index:
-        """For who may wait for it: not the scheduler's thread."""
+        """Return the index. Its calls may wait, so the scheduler's thread must not make them."""
         return self._index
 
     @property
@@ -219,7 +221,7 @@ class Keeper:
         return self._epoch[1]
 
     def begin_epoch(self) -> bytes:
-        """Leaves the namespace for a new one that no other engine has; returns its id."""
+        """Switch to a new namespace that no other engine has. Return its id."""
         left = self._epoch
         namespace = replace(left[0], epoch=f"{PRIVATE_EPOCH}{self._rng.getrandbits(64):016x}")
         self._epoch = (namespace, Supplies(self._plan.slots, self._plan.spares(self._plan.capacity_bytes)))
@@ -228,8 +230,11 @@ class Keeper:
         return namespace.id
 
     def close(self) -> None:
-        """Books the last uses, closes this engine's sets and says that it is gone. Beside a tick that hangs nothing is
-        done, for it may be at the very same: when no sign of life comes any more, others take care of the sets."""
+        """Record the last uses, close this engine's sets and release its lease.
+
+        If the last tick hangs, do none of this, because that tick may be at the same work. Then the lease expires, and
+        other engines close the sets.
+        """
         self._is_leaving = True
         if self._ticker is not None and not self._ticker.close(CLOSE_TIMEOUT_S):
             log.warning(
@@ -245,7 +250,7 @@ class Keeper:
     def _leave(self) -> None:
         self._done_with.epochs.append(self._epoch)
         try:
-            self._book_uses()
+            self._record_uses_now()
             self._close_sets(self._housekeeper.clock())
             self._index.release_lease(writer_lease(self._plan.owner), self._plan.owner)
             self._index.drop_note(NOTE_PREFIX + self._plan.owner)
@@ -253,7 +258,7 @@ class Keeper:
         except (KVTierError, OSError) as fault:
             log.warning("the index was not told that this engine ends, so its lease is left to expire: %s", fault)
 
-    def _beat(self, now: float) -> None:
+    def _renew_lease(self, now: float) -> None:
         if now >= self._due.beat_s:
             plan = self._plan
             self._check_lease(now)
@@ -282,8 +287,8 @@ class Keeper:
             self._index.doubt()
 
     def _leave_lost_sets(self) -> None:
-        """Others take over what a writer has open that gave no sign of life in time; and a lost index knows of no set.
-        What would be written there would be refused."""
+        """Stop using sets that the index does not list as this engine's, because it would refuse their records. Others
+        take over a writer's open sets when its lease has expired, and a lost index lists none."""
         held = self.supplies.set_ids()
         ours = {info.set_id for info in self._index.some_sets(held) if info.owner == self._plan.owner}
         without_list = self._index.without_list(ours)
@@ -295,8 +300,8 @@ class Keeper:
     def _rebuild_lost_index(self, now: float) -> None:
         loss = self._index.loss()
         if loss is not None:
-            self._due.beat_s = 0.0  # this index knows of no sign of life
-            rebuilt = self._housekeeper.rebuild(lambda done, total: self._beat(self._housekeeper.clock()))
+            self._due.beat_s = 0.0  # the lease is lost with the index
+            rebuilt = self._housekeeper.rebuild(lambda done, total: self._renew_lease(self._housekeeper.clock()))
             if rebuilt is None:
                 return  # another engine rebuilds the index, or may have done so in between
             self._index.rebuilt(loss)
@@ -309,7 +314,8 @@ class Keeper:
                 log.info("the index was empty: %d records of %d segments read", rebuilt.records, rebuilt.segments)
 
     def _close_sets(self, now: float) -> None:
-        """Closes full sets, and all of namespaces that were left; each is forgotten only when it is done."""
+        """Close full sets, those of idle tenants, and all sets of earlier epochs. Each stays listed until the index has
+        the change."""
         self._done_with.to_close += self.supplies.take_settled(now)
         answered, used, unused = self.supplies.leave_idle(now)
         self._done_with.to_trim += answered
@@ -327,13 +333,14 @@ class Keeper:
         _settle(self._done_with.to_drop, self._index.remove_set)
         _settle(self._done_with.to_erase, self._housekeeper.erase_namespace)  # private: no lookup can name it again
 
-    def _book_uses_in_time(self, now: float) -> None:
+    def _record_uses(self, now: float) -> None:
         if now >= self._due.touch_s:
             self._due.touch_s = now + self._plan.touch_interval_s
-            self._book_uses()
+            self._record_uses_now()
 
-    def _learn_room(self, now: float) -> None:
-        """Take what the storage refused to saves as a limit, and evict down to it."""
+    def _limit_to_disk(self, now: float) -> None:
+        """Lower the limit of all sets to what the disk had room for when it refused a save, and evict down to it. Raise
+        the limit if saves wrote more than that."""
         was_refused, has_saved = self._space.was_refused, self._space.has_saved
         self._space.was_refused = self._space.has_saved = False
         room, set_bytes = self._space.room, self._plan.set_bytes
@@ -377,12 +384,15 @@ class Keeper:
                     break
 
     def _make_set(self, namespace: Namespace, side: SetSupply, now: float) -> bool:
-        """Makes room for a set and registers it. What others did in the same moment is looked at once more: two that
-        saw the last room are not both given it. For that moment the index's sum may be a set above a limit; files never
-        are, for nothing is written into a set before it is offered."""
+        """Make room for a set and register it. Return True if it was offered to `side`.
+
+        Another engine may have taken the same room since, so the limits are checked once more, and a set that exceeds
+        them is removed. Until then the index's sum may exceed a limit by one set. The files do not, because nothing is
+        written into a set before it is offered.
+        """
         capacity_bytes = self._capacity_bytes(now)
         need = Need(self._plan.set_bytes, namespace.id, side.tenant)
-        self._book_uses()  # or what was handed to a load a moment ago may be the longest unused
+        self._record_uses_now()  # or the eviction might take a set that a load was planned from a moment ago
         evicted = self._evictor.make_room(need, capacity_bytes)
         self._note_evicted()
         set_id = None if evicted is None else self._add_set(need, namespace, now)
@@ -394,7 +404,7 @@ class Keeper:
             return False
         if set_id is None:
             self._space.refused_bytes = capacity_bytes
-            self._due.sweep.want()  # what dead writers left open may be all that fills the root
+            self._due.sweep.want()  # the open sets of dead writers may fill the root; only a sweep closes them
             pause_s, full = side.room.refused(now), self._plan.capacity_bytes
             why = self._evictor.why_no_room(need, capacity_bytes, full)
             self._due.log.warning(
@@ -407,19 +417,19 @@ class Keeper:
         return True
 
     def _capacity_bytes(self, now: float) -> int:
-        """Return the configured capacity, or less where the disk has no room for that. The reserve is others'."""
+        """Return the configured capacity, or less where the disk has no room for that beside its reserve."""
         plan = self._plan
         free_bytes = self._housekeeper.free_space().for_sets(plan.set_bytes, plan.set_files)
         free_bytes = max(0, free_bytes - self._evictor.rules.reserve_bytes)
         room_bytes = self._space.room.bytes_for_sets(now, self._written_bytes(), free_bytes, plan.set_bytes)
         capacity_bytes = min(plan.capacity_bytes, room_bytes)
-        # Sets that are only kept ready go before any with records.
+        # Of a smaller capacity, fewer sets are kept ready: these are removed before any set with records is evicted.
         self._done_with.to_drop += self.supplies.bound_spares(plan.spares(capacity_bytes))
         _settle(self._done_with.to_drop, self._index.remove_set)
         return capacity_bytes
 
     def _written_bytes(self) -> int:
-        """Return what all sets take but for those of this engine that have no files yet."""
+        """Return the bytes of all sets, without those of this engine that have no files yet."""
         return self._index.counts().n_bytes - self.supplies.n_unused * self._plan.set_bytes
 
     def _keep_limits(self, now: float) -> None:
@@ -455,7 +465,7 @@ class Keeper:
         self._done_with.to_drop.remove(set_id)  # another's
         return None
 
-    def _book_uses(self) -> None:
+    def _record_uses_now(self) -> None:
         used: dict[int, Use] = {}
         while self._recent:
             at_s, set_ids = self._recent.popleft()
