@@ -185,8 +185,8 @@ class Keeper:
         now = self._housekeeper.clock()
         if now < self._due.looked_s - SET_BACK_S:
             self._due = _Due(SweepTurns(self._plan.owner), RepeatedLog(self._housekeeper.clock))
-            for side in self.supplies.sides():
-                side.room.clear()
+            for supply in self.supplies.all():
+                supply.room.clear()
         self._due.looked_s = now
         for duty in (
             self._renew_lease,
@@ -372,26 +372,26 @@ class Keeper:
             if self._space.room.is_waiting(now, free_bytes):
                 return
         if self._space.refused_bytes is not None:
-            if not any(side.room.is_resting(now) for side in supplies.sides()):
+            if not any(supply.room.is_resting(now) for supply in supplies.all()):
                 self._space.refused_bytes = None
             elif self._capacity_bytes(now) >= self._space.refused_bytes + self._plan.set_bytes:
                 self._space.refused_bytes = None
-                for side in supplies.sides():
-                    side.room.clear()
-        for side in supplies.sides():
-            while side.wants_set() and not side.room.is_resting(now):
-                if not self._make_set(namespace, side, now):
+                for supply in supplies.all():
+                    supply.room.clear()
+        for supply in supplies.all():
+            while supply.wants_set() and not supply.room.is_resting(now):
+                if not self._make_set(namespace, supply, now):
                     break
 
-    def _make_set(self, namespace: Namespace, side: SetSupply, now: float) -> bool:
-        """Make room for a set and register it. Return True if it was offered to `side`.
+    def _make_set(self, namespace: Namespace, supply: SetSupply, now: float) -> bool:
+        """Make room for a set and register it. Return True if it was offered to `supply`.
 
         Another engine may have taken the same room since, so the limits are checked once more, and a set that exceeds
         them is removed. Until then the index's sum may exceed a limit by one set. The files do not, because nothing is
         written into a set before it is offered.
         """
         capacity_bytes = self._capacity_bytes(now)
-        need = Need(self._plan.set_bytes, namespace.id, side.tenant)
+        need = Need(self._plan.set_bytes, namespace.id, supply.tenant)
         self._record_uses_now()  # or the eviction might take a set that a load was planned from a moment ago
         evicted = self._evictor.make_room(need, capacity_bytes)
         self._note_evicted()
@@ -405,15 +405,18 @@ class Keeper:
         if set_id is None:
             self._space.refused_bytes = capacity_bytes
             self._due.sweep.want()  # the open sets of dead writers may fill the root; only a sweep closes them
-            pause_s, full = side.room.refused(now), self._plan.capacity_bytes
+            pause_s, full = supply.room.refused(now), self._plan.capacity_bytes
             why = self._evictor.why_no_room(need, capacity_bytes, full)
             self._due.log.warning(
-                f"no room {side.tenant}", "no room for another segment set: %s; saving pauses for %.0f s", why, pause_s
+                f"no room {supply.tenant}",
+                "no room for another segment set: %s; saving pauses for %.0f s",
+                why,
+                pause_s,
             )
             return False
-        side.room.worked()
+        supply.room.worked()
         self._done_with.to_drop.remove(set_id)
-        side.offer(set_id)
+        supply.offer(set_id)
         return True
 
     def _capacity_bytes(self, now: float) -> int:

@@ -78,15 +78,15 @@ class SetSupply:
         return [one for one in self._sets.values() if not one.taken]
 
     def wants_set(self) -> bool:
-        """True while another set is to be made ready: making one takes a moment.
+        """Return True if another set should be made ready.
 
-        The last one is not asked for before half of the current set is gone, so that an engine that saves little
-        holds little of the capacity.
+        The last one is only wanted once half of the current set is taken, so that an engine that saves little holds
+        little of the capacity.
         """
         with self._lock:
             current = self._current
-            is_half_gone = current is None or (current.taken - len(current.returned)) * 2 >= self.slots
-            return len(self._spares()) < (self._spares_max if is_half_gone else self._spares_max - 1)
+            is_half_taken = current is None or (current.taken - len(current.returned)) * 2 >= self.slots
+            return len(self._spares()) < (self._spares_max if is_half_taken else self._spares_max - 1)
 
     @property
     def n_unused(self) -> int:
@@ -107,7 +107,7 @@ class SetSupply:
             self._missed_s = None
 
     def answered(self, set_id: int, slot: int, is_blank: bool) -> None:
-        """Book that a chunk of the set was saved, or never will be; `is_blank`: nothing was written into its slot."""
+        """Note that a save into this slot has ended. is_blank: nothing was written, so the slot is taken again."""
         with self._lock:
             of = self._sets.get(set_id)
             if of is not None:
@@ -116,7 +116,7 @@ class SetSupply:
                     of.returned.append(slot)
 
     def take_settled(self, now_s: float) -> list[int]:
-        """Return the full sets that get no further records, each one once; the caller closes them."""
+        """Forget the full sets that get no further records, and return their ids; the caller closes them."""
         with self._lock:
             full = [one for one in self._sets.values() if self._is_full(one)]
             settled = [one.set_id for one in full if one.pending <= 0 or now_s - one.full_since_s >= SET_SETTLE_S]
@@ -130,7 +130,7 @@ class SetSupply:
             return set(self._sets)
 
     def bound_spares(self, spares_max: int) -> list[int]:
-        """Keep so many sets ready at most from now on; return the ids of those that are too many."""
+        """Keep at most `spares_max` sets ready from now on. Forget the surplus ones and return their ids."""
         with self._lock:
             self._spares_max = spares_max
             surplus = [one.set_id for one in self._spares()[spares_max:]]
@@ -139,7 +139,7 @@ class SetSupply:
             return surplus
 
     def forget(self, lost: Collection[int]) -> int:
-        """Stop using these sets, which are lost or were taken over by others. Return how many of them were in use."""
+        """Stop using these sets, which are lost or taken over by other engines. Return how many of them were in use."""
         with self._lock:
             if self._current is not None and self._current.set_id in lost:
                 self._current = None
@@ -153,92 +153,95 @@ class SetSupply:
 
 
 class Supplies:
-    """Allocators of one namespace: one for chunks without a tenant, always there, and one for each tenant in use,
-    since a set holds the chunks of one tenant only. There are at most as many tenants as labels in the settings, and
-    idle ones give their sets back."""
+    """Allocators of one namespace: `common` for chunks without a tenant, and one for each tenant in use, because a set
+    holds the chunks of one tenant only. There are at most as many tenants as labels in the settings. The allocators of
+    idle tenants are dropped."""
 
     def __init__(self, slots: int, spares_max: int) -> None:
         self.slots = slots
         self.common = SetSupply(slots, spares_max)
         self._spares_max = max(1, spares_max // 4)
         self._lock = threading.Lock()
-        self._sides = {"": self.common}
+        self._by_tenant = {"": self.common}
 
     def of(self, tenant: str, now_s: float) -> SetSupply:
-        """Return the supply of a tenant, and mark it used."""
+        """Return the allocator of a tenant ("": `common`), and mark it used."""
         with self._lock:
-            side = self._sides.get(tenant)
-            if side is None:
-                side = self._sides[tenant] = SetSupply(self.slots, self._spares_max, tenant)
-            side.used_s = now_s
-            return side
+            supply = self._by_tenant.get(tenant)
+            if supply is None:
+                supply = self._by_tenant[tenant] = SetSupply(self.slots, self._spares_max, tenant)
+            supply.used_s = now_s
+            return supply
 
-    def sides(self) -> list[SetSupply]:
+    def all(self) -> list[SetSupply]:
         with self._lock:
-            return list(self._sides.values())
+            return list(self._by_tenant.values())
 
     def want_sets(self, now_s: float) -> bool:
-        return any(side.wants_set() and not side.room.is_resting(now_s) for side in self.sides())
+        return any(supply.wants_set() and not supply.room.is_resting(now_s) for supply in self.all())
 
     @property
     def n_unused(self) -> int:
-        return sum(side.n_unused for side in self.sides())
+        return sum(supply.n_unused for supply in self.all())
 
     def answered(self, set_id: int, slot: int, is_blank: bool) -> None:
-        """See SetSupply; a set is in one of them."""
-        for side in self.sides():
-            side.answered(set_id, slot, is_blank)
+        """See SetSupply. Only the allocator that has the set changes."""
+        for supply in self.all():
+            supply.answered(set_id, slot, is_blank)
 
     def take_settled(self, now_s: float) -> list[int]:
         settled = []
-        for side in self.sides():
-            of_side = side.take_settled(now_s)
-            if of_side:
-                side.room.clear()  # once they are closed they may be what goes
-            settled += of_side
+        for supply in self.all():
+            ids = supply.take_settled(now_s)
+            if ids:
+                supply.room.clear()  # once closed, these sets may be evicted to make room
+            settled += ids
         return settled
 
     def set_ids(self) -> set[int]:
-        return {set_id for side in self.sides() for set_id in side.set_ids()}
+        return {set_id for supply in self.all() for set_id in supply.set_ids()}
 
     def forget(self, lost: Collection[int]) -> int:
-        return sum(side.forget(lost) for side in self.sides())
+        return sum(supply.forget(lost) for supply in self.all())
 
     def bound_spares(self, spares_max: int) -> list[int]:
-        """Keep so many sets ready at most, a quarter for each tenant; return the ids of those that are too many."""
+        """Keep at most `spares_max` sets ready without a tenant, and a quarter of that for each tenant. Forget the
+        surplus ones and return their ids."""
         with self._lock:
             self._spares_max = max(1, spares_max // 4)
         return [
             set_id
-            for side in self.sides()
-            for set_id in side.bound_spares(self._spares_max if side.tenant else spares_max)
+            for supply in self.all()
+            for set_id in supply.bound_spares(self._spares_max if supply.tenant else spares_max)
         ]
 
     def leave_idle(self, now_s: float) -> tuple[list[int], list[int], list[int]]:
-        """Drops the supplies of tenants that nothing was heard of for a while, those with saves on their way a while
-        later: (used sets all of whose saves are answered, other used ones, unused ones)."""
+        """Drop the allocators of tenants without a chunk for TENANT_IDLE_S; SET_SETTLE_S later if answers are missing.
+
+        Return the ids of (used sets of tenants without missing answers, used sets of the others, unused sets).
+        """
         with self._lock:
             idle = [
-                side
-                for side in self._sides.values()
-                if side.tenant and now_s - side.used_s >= TENANT_IDLE_S + (SET_SETTLE_S if side.n_pending else 0)
+                supply
+                for supply in self._by_tenant.values()
+                if supply.tenant and now_s - supply.used_s >= TENANT_IDLE_S + (SET_SETTLE_S if supply.n_pending else 0)
             ]
-            for side in idle:
-                del self._sides[side.tenant]
-        busy = {side.tenant for side in idle if side.n_pending}  # read once: an answer may come in between
-        answered, unused = _abandoned([side for side in idle if side.tenant not in busy])
-        others, unused_too = _abandoned([side for side in idle if side.tenant in busy])
+            for supply in idle:
+                del self._by_tenant[supply.tenant]
+        busy = {supply.tenant for supply in idle if supply.n_pending}  # read once: an answer may come in between
+        answered, unused = _abandoned([supply for supply in idle if supply.tenant not in busy])
+        others, unused_too = _abandoned([supply for supply in idle if supply.tenant in busy])
         return answered, others, unused + unused_too
 
     def abandon(self) -> tuple[list[int], list[int]]:
-        return _abandoned(self.sides())
+        return _abandoned(self.all())
 
 
-def _abandoned(sides: list[SetSupply]) -> tuple[list[int], list[int]]:
+def _abandoned(supplies: list[SetSupply]) -> tuple[list[int], list[int]]:
     used: list[int] = []
     unused: list[int] = []
-    for side in sides:
-        of_side = side.abandon()
-        used += of_side[0]
-        unused += of_side[1]
+    for supply in supplies:
+        ids = supply.abandon()
+        used += ids[0]
+        unused += ids[1]
     return used, unused

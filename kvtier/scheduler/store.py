@@ -122,15 +122,15 @@ class Store:
 
     @property
     def index(self) -> Index:
-        """For who may wait for it: not the scheduler's thread."""
+        """Return the index. Its calls may wait, so the scheduler's thread must not make them."""
         return self._keeper.index
 
     def lookup(self, keys: Sequence[bytes], asker: str = "") -> list[bytes] | None:
-        """Index entries of the longest prefix of `keys` that is stored whole; empty on any trouble (I5). None: ask
-        again in a moment, the index has not answered yet.
+        """Return the index entries of the longest prefix of `keys` that is stored whole; none if the index fails (I5).
+        None: the index has not answered yet, so ask again in a moment.
 
-        `keys` are consecutive chunks of one prompt, from any chunk on. asker: the request; only the same is given what
-        was asked for it before.
+        `keys` are consecutive chunks of one prompt, from any chunk on. asker: id of the request; the answer to an
+        earlier question is returned to the same asker only.
         """
         with switch_interval.held():
             found = self._lookups.resolve(keys, asker)
@@ -147,7 +147,7 @@ class Store:
         return found.entries
 
     def gave_up(self, n_chunks: int) -> None:
-        """Count a lookup of so many chunks that was not answered in time as a miss."""
+        """Count a lookup of `n_chunks` chunks as a miss, because it was not answered in time."""
         self.metrics.add(names.INDEX_ERRORS)
         self.metrics.add(names.LOOKUPS)
         self.metrics.add(names.LOOKUP_TOKENS, n_chunks * self._chunk_tokens)
@@ -181,7 +181,7 @@ class Store:
         return LoadPlan(request_id, self.namespace_id, tuple(chunks))
 
     def plan_save(self, wanted: Sequence[WantedChunk]) -> SavePlan | None:
-        """Plan a save of chunks that are not offered again: those that are left are counted as skipped."""
+        """Plan a save of chunks that the caller does not offer again. Count those that cannot be saved as skipped."""
         plan, left = self.select_saves(wanted)
         for _, cause in left:
             self.metrics.add(cause)
@@ -218,23 +218,23 @@ class Store:
             return names.SKIPPED_REFUSED
         if self._rest.is_resting(now_s):
             return names.SKIPPED_RESTING
-        side = self._keeper.supplies.of(chunk.tenant, now_s)
-        place = side.take(now_s)
+        supply = self._keeper.supplies.of(chunk.tenant, now_s)
+        place = supply.take(now_s)
         if place is not None:
             return place
-        is_refused = bool(chunk.tenant) and side.room.is_resting(now_s)
+        is_refused = bool(chunk.tenant) and supply.room.is_resting(now_s)
         return names.SKIPPED_QUOTA if is_refused else names.SKIPPED_NO_SPACE
 
     def expect(self, tenant: str) -> None:
-        """Have a set ready for chunks of this tenant, which are about to be computed."""
+        """Have a set made ready for chunks of this tenant, which are about to be computed."""
         self._keeper.supplies.of(tenant, self._clock())
         self._keeper.refill()
 
     def is_set_coming(self, tenant: str) -> bool:
         """Return True if no set is ready for chunks of this tenant but one is expected soon."""
         now = self._clock()
-        side = self._keeper.supplies.of(tenant, now)
-        return side.is_coming(now) and not side.room.is_resting(now)
+        supply = self._keeper.supplies.of(tenant, now)
+        return supply.is_coming(now) and not supply.room.is_resting(now)
 
     def is_known(self, key: bytes) -> bool:
         """Return True if the chunk is believed to be stored or being saved."""

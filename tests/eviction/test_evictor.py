@@ -349,7 +349,7 @@ def test_a_tenant_that_is_idle_holds_no_open_set(tmp_path: Path) -> None:
     save_for(engine, "blue", 1)
     index, keeper = engine.store._keeper._index, engine.store._keeper
     assert any(info.is_open and info.tenant == "blue" for info in index.sets())
-    for side in keeper.supplies.sides():
+    for side in keeper.supplies.all():
         if side.tenant:
             side.used_s -= TENANT_IDLE_S
     wait_until(lambda: not any(info.is_open and info.tenant == "blue" for info in index.sets()))
