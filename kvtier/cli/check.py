@@ -33,7 +33,15 @@ from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 from kvtier.runtime.memory_limits import beyond_available, check_host_arena, memory_here
 from kvtier.runtime.units import exact, size
 from kvtier.storage.filesystem import IN_MEMORY, file_system_of
-from kvtier.storage.root import check_mount, check_reserve, check_space, find_root, squash_hint, unwritable
+from kvtier.storage.root import (
+    check_mount,
+    check_reserve,
+    check_space,
+    check_versions,
+    find_root,
+    squash_hint,
+    unwritable,
+)
 from kvtier.storage.root_owner import Owner, check_claim, check_shared, default_index_path, read_owner, this_node
 
 ON_ONE_RANK = " on one rank"
@@ -212,8 +220,10 @@ def _look_at_root(settings: Settings) -> CheckResult:
     nearest = place_of(path)
     folder = path / f"v{FORMAT_VERSION}"
     if nearest == path:
-        if any(path.glob("v[0-9]*")):
-            find_root(path)  # one of a newer version is refused
+        if os.path.lexists(folder):
+            find_root(path)
+        else:
+            check_versions(path)
         if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
             raise unwritable(path, folder)
     check_mount(settings)

@@ -78,7 +78,7 @@ def open_root(settings: Settings, again: Root | None = None, *, needs_room: bool
     try:
         check_mount(settings)
         _make_root(path)
-        _check_versions(path)
+        check_versions(path)
         _make_folder(folder)
         try:
             _try_to_write(folder)
@@ -170,7 +170,7 @@ def find_root(path: Path) -> Root:
                 "makes it"
             )
             raise ConfigError("root", str(path), fix)
-        _check_versions(path)
+        check_versions(path)
         if not _is_folder(folder):
             raise ConfigError(
                 "root",
@@ -364,7 +364,7 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _check_versions(path: Path) -> None:
+def check_versions(path: Path) -> None:
     """Log folders of older formats. Raises ConfigError for one of a newer format."""
     versions = [int(match[1]) for entry in os.listdir(path) if (match := _VERSION_FOLDER.fullmatch(entry))]
     newest = max(versions, default=0)

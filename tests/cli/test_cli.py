@@ -390,6 +390,15 @@ def test_check_says_what_stops_a_start(config: Path, root: Path, monkeypatch: py
     assert "cannot read this settings file" in cli.refused("check", str(config), status=1)
 
 
+def test_check_of_a_root_of_older_formats_alone(config: Path, tmp_path: Path, cli: Cli) -> None:
+    """An engine makes the folder of its own format beside them; `check` said that the root is none."""
+    (tmp_path / "old" / "v1").mkdir(parents=True)
+    config.write_text(f"root: {tmp_path / 'old'}\n")
+    assert "root is: to be created" in cli.printed("check", str(config))
+    (tmp_path / "old" / "v99").mkdir()
+    assert "upgrade kvtier" in cli.errors("check", str(config))
+
+
 def test_check_of_gpu_memory(config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     """Refused where there is no GPU, as by an engine; a driver that hangs is not this command's to judge."""
     text = f"root: {config.parent}\nhbm: {{arena_bytes: 4Gi}}\n"

@@ -384,7 +384,7 @@ def test_find_root_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def refuse(_: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "v2")
 
-    monkeypatch.setattr(root_module, "_check_versions", refuse)
+    monkeypatch.setattr(root_module, "check_versions", refuse)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(ConfigError, match="cannot be read: .*; run this as the engines' user") as refused:
         find_root(tmp_path)
