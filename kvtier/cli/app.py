@@ -7,9 +7,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvtier.errors import IndexUnavailable, KVTierError
+from kvtier.errors import IndexUnavailable, KVTierError, TierUnavailable
 from kvtier.runtime.exit_status import INTERRUPTED, MEANINGS, NOT_DONE, OK
 from kvtier.runtime.versions import commit, installed
+from kvtier.storage.filesystem import FULL
+from kvtier.storage.root import squash_hint
 
 NEXT_STEPS = """
 Next steps:
@@ -44,13 +46,28 @@ class Commands(TyperGroup):
             drop_output()
             return OK
         except (KVTierError, OSError) as error:
-            fix = f"; {error.fix}" if isinstance(error, IndexUnavailable) and error.fix else ""
-            print(" ".join(f"{error}{fix}".split()), file=sys.stderr)
+            print(" ".join(f"{_said(error)}{_fix(error)}".split()), file=sys.stderr)
             try:
                 sys.stdout.flush()
             except OSError:  # it is full; the interpreter would say so once more as it ends
                 drop_output()
             return NOT_DONE
+
+
+def _said(error: Exception) -> str:
+    if not isinstance(error, OSError):
+        return str(error)
+    return f"{'' if error.filename is None else f'{error.filename}: '}{error.strerror or error}"
+
+
+def _fix(error: Exception) -> str:
+    """Return what to do about an error whose text does not say it; "" where nothing is known."""
+    if isinstance(error, IndexUnavailable):
+        return f"; {error.fix}" if error.fix else ""
+    fault = error.__cause__ if isinstance(error, TierUnavailable) else error
+    if not isinstance(fault, OSError) or fault.filename is None:
+        return ""
+    return "; make room there (df and df -i show it)" if fault.errno in FULL else squash_hint(fault)
 
 
 # Without rich's panels: they break messages into lines of the terminal's width, and cost a tenth of a second to import.

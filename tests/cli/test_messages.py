@@ -1,10 +1,13 @@
 """What the command line says to a new user who slips."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from kvtier.cli import doctor
+from kvtier.cli import doctor, stats
+from kvtier.errors import TierUnavailable
 from tests.cli.asking import Cli
 
 
@@ -41,6 +44,27 @@ def test_an_empty_variable_is_named(command: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("KVTIER_ROOT")
     monkeypatch.setenv("KVTIER_CONFIG", "")
     assert cli.refused(command, status=status).startswith("kvtier: KVTIER_CONFIG = '': it is empty")
+
+
+@pytest.mark.parametrize("is_tiers", [False, True])
+@pytest.mark.parametrize(
+    ("number", "advice"), [(errno.EACCES, "run this as the engines' user"), (errno.ENOSPC, "df -i")]
+)
+def test_an_error_of_the_system_says_what_to_do(
+    number: int, advice: str, is_tiers: bool, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    """It was "[Errno 13] Permission denied: '/kv/x'"."""
+
+    def fail(*_: object) -> None:
+        fault = OSError(number, os.strerror(number), "/kv/x")
+        if is_tiers:
+            raise TierUnavailable(f"/kv/x: {fault.strerror}") from fault
+        raise fault
+
+    monkeypatch.setattr(stats, "find_place", fail)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    said = cli.refused("stats", "x")
+    assert said.startswith(f"/kv/x: {os.strerror(number)}; ") and advice in said
 
 
 def test_a_root_that_cannot_be_is_named_itself(tmp_path: Path, cli: Cli) -> None:
