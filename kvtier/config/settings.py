@@ -61,6 +61,8 @@ _SERVICE_LINK = re.compile(
     r"|(?P<addr>PORT_\d+_(TCP|UDP|SCTP)_ADDR)|(?P<proto>PORT_\d+_(TCP|UDP|SCTP)_PROTO)|PORT(_\d+_(TCP|UDP|SCTP))?)"
 )
 _NO_GROUP = ("model_type", "model_attributes_type")  # complaints of a value that stands for a whole group
+# Pydantic's complaints of a wrong type begin so: "int_parsing", "int_from_float".
+_PLAIN_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 CHUNK_TOKENS_UNIT = 16  # smallest block of any engine, tokens; a chunk is a whole number of blocks
 PIECE_BYTES_MAX = 1 << 30  # longest piece of an I/O operation, bytes
@@ -445,7 +447,10 @@ def _entry_error(whole: tuple[str, ...], complaint: ErrorDetails, origin: str) -
 
 
 def _reason(complaint: ErrorDetails) -> str:
-    return complaint["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if plain := _PLAIN_TYPES.get(complaint["type"].partition("_")[0]):
+        return f"must be {plain}"
+    said = complaint["msg"].removeprefix("Value error, ")
+    return said.replace("Input should", "must").replace("String should", "must")
 
 
 def _origin(path: tuple[str, ...], sources: list[SettingsSource]) -> str:

@@ -358,6 +358,22 @@ def test_bad_value_names_its_key(overrides: dict[Any, Any], key: str) -> None:
     assert refusal(overrides).key == key
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"io": {"threads": "many"}}, "must be a whole number; "),
+        ({"io": {"threads": 1.5}}, "must be a whole number; "),
+        ({"io": {"threads": [1]}}, "must be a whole number; "),
+        ({"capacity": {"high_watermark": "x"}}, "must be a number; "),
+        ({"require_mount": "maybe"}, "must be true or false; "),
+        ({"model_tag": ""}, "must have at least 1 character; "),
+    ],
+)
+def test_a_wrong_type_is_said_in_plain_words(overrides: dict[Any, Any], said: str) -> None:
+    """It was "must be a valid integer, unable to parse string as an integer"."""
+    assert refusal({"root": "/kv", **overrides}).fix.startswith(said)
+
+
 def test_bad_value_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_QUEUES__LOAD_THREADS", "many")
     error = refusal({"root": "/x"})
