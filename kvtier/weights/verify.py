@@ -25,8 +25,13 @@ class WeightFinding:
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model, and those of Mistral's own format (`consolidated*`), which vLLM prefers.
 
-    Raises WeightsUnreadable where a file of the index is missing, or there is none; Corrupt for a malformed index.
+    Raises WeightsUnreadable where the folder or a file of the index is missing, or there is none; Corrupt for a malformed
+    index.
     """
+    if not folder.is_dir():
+        raise WeightsUnreadable(
+            folder, None, "there is no such folder; name the one with the model's safetensors files"
+        )
     try:
         files = checkpoint_files(folder, read_index(folder))
         if any(path.parent != folder for path in files):
@@ -47,13 +52,14 @@ def verify(folder: Path, progress: Callable[[int], object] | None = None) -> tup
 
     Raises WeightsUnreadable without a manifest, Corrupt for a damaged one, OSError.
     """
+    files = weight_files(folder)
     expected = manifest.read(folder)
     if expected is None:
         reason = f"there is none; `kvtier weights verify {folder} --write` makes it"
         raise WeightsUnreadable(folder / MANIFEST, None, reason)
     findings, done = [], 0
     with WeightReader(progress=lambda landed: progress(done + landed) if progress else None) as reader:
-        for path in sorted({*expected, *weight_files(folder)}):
+        for path in sorted({*expected, *files}):
             found, n_bytes = _verify_file(path, expected.get(path), reader)
             findings += found
             done += n_bytes

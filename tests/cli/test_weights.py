@@ -90,6 +90,12 @@ def test_files_in_the_format_of_mistral(folder: Path, cli: Cli) -> None:
     assert [finding["file"] for finding in bad] == ["consolidated.safetensors"]
 
 
+@pytest.mark.parametrize("command", ["verify", "bench"])
+def test_a_folder_that_is_not_there(command: str, tmp_path: Path, cli: Cli) -> None:
+    """`verify` asked for its manifest to be made."""
+    assert "there is no such folder" in cli.refused("weights", command, str(tmp_path / "absent"))
+
+
 def test_an_empty_folder(tmp_path: Path, cli: Cli) -> None:
     assert "no safetensors file" in cli.refused("weights", "verify", str(tmp_path), "--write")
 
