@@ -74,7 +74,7 @@ def unpin(
         if len(found) > 1 or not pin:
             raise NotDone(f"{len(found)} pins begin with {pin!r}: give more of the id")
         if not found:
-            raise NotDone(f"there is no pin {pin}")
+            raise NotDone(f"there is no pin {pin}: kvtier pin lists the pins")
         drop_pin(opened, found[0])
     if as_json:
         print_json({"id": found[0]})

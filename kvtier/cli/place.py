@@ -82,7 +82,12 @@ def find_place(path: Path | None, config: Path | None) -> CommandTarget:
             raise ConfigError("config", str(config), f"{path} is a settings file too: leave one of them out")
         path, config = None, path
     if path is None:
-        settings = load_settings(config, needs_room=False)
+        try:
+            settings = load_settings(config, needs_room=False)
+        except ConfigError as fault:
+            if fault.key != "root" or fault.value is not None:
+                raise
+            raise ConfigError("root", None, f"{fault.fix}; or name the root, or its settings file, as PATH") from None
         return CommandTarget(settings, find_root(settings.root), False)
     refuse_missing_file(path)
     root = find_root(path)

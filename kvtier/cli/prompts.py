@@ -104,7 +104,7 @@ def namespace_of(given: str, opened: Opened) -> bytes:
     found = [known for known in opened.book.ids() if known.hex().startswith(wanted)]
     if len(found) != 1:
         what = f"{len(found)} namespaces begin so" if found else "there is no such namespace"
-        raise NotDone(f"--namespace {given}: {what} in {opened.root.path}")
+        raise NotDone(f"--namespace {given}: {what} in {opened.root.path}; kvtier stats shows the ids")
     return found[0]
 
 

@@ -7,6 +7,7 @@ import typer
 
 from kvtier.cli.app import app
 from kvtier.cli.place import load_settings, path_argument
+from kvtier.config.kv_transfer import ROOT_VARIABLE
 from kvtier.errors import ConfigError
 from kvtier.runtime.exit_status import MEANINGS
 
@@ -24,7 +25,11 @@ def serve(
 ) -> int:
     """Run the admin service. It has REST, metrics for Prometheus, and the dashboard at /ui."""
     if path is not None and path.is_dir():
-        fix = f"is a folder: name a settings file with `root: {path}` and the engines' capacity_bytes"
+        root = path.absolute()
+        fix = (
+            f"is a folder: name a settings file with `root: {root}` and the engines' capacity_bytes, or, where the "
+            f"engines have {ROOT_VARIABLE} alone, run `{ROOT_VARIABLE}={root} kvtier serve`"
+        )
         raise ConfigError("config", str(path), fix)
     settings = load_settings(path)
     try:  # its packages are an extra: the other commands need none of them

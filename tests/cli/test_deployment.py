@@ -272,7 +272,7 @@ def test_what_is_pinned_stays_until_it_is_unpinned(config: Path, tokens: str, cl
     assert "2 pins begin with" in cli.refused("unpin", "", str(config))
     for pin in cli.json("pin", str(config))["pins"]:
         assert "is removed" in cli.printed("unpin", pin["id"][:8], str(config))
-    assert "there is no pin ffffff" in cli.refused("unpin", "ffffff", str(config))
+    assert "there is no pin ffffff: kvtier pin lists the pins" in cli.refused("unpin", "ffffff", str(config))
     assert cli.json("evict", str(config), "--all", "--yes")["n_sets"] == 1
 
 

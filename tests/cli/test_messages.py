@@ -67,6 +67,13 @@ def test_an_error_of_the_system_says_what_to_do(
     assert said.startswith(f"/kv/x: {os.strerror(number)}; ") and advice in said
 
 
+def test_a_command_that_is_given_no_root_says_how_one_is_named(tmp_path: Path, cli: Cli) -> None:
+    for command in ("stats", "verify", "bench", "index check"):
+        assert cli.refused(*command.split()).endswith("or name the root, or its settings file, as PATH\n")
+    said = cli.refused("serve", str(tmp_path))
+    assert f"root: {tmp_path}" in said and f"`KVTIER_ROOT={tmp_path} kvtier serve`" in said
+
+
 def test_a_root_that_cannot_be_is_named_itself(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "kvtier.yaml").write_text("root: /proc/kv\n")
     said = cli.errors("check", str(tmp_path / "kvtier.yaml"))
