@@ -15,7 +15,7 @@ from kvtier.storage.segments import segment_name
 from tests.engines.targets import Targets, targets
 from tests.support.rig import Engine
 from tests.waiting import wait_until
-from tests.worker.test_hung_files import answers, begin_load, begin_save, saves
+from tests.worker.test_hung_files import answers, saves
 
 TIMEOUT_S = 3.0  # of an operation; seconds
 ANSWER_TIMEOUT_S = 60.0  # for an answer on a machine that runs more than it can; seconds
@@ -52,14 +52,14 @@ def test_what_other_targets_hold_is_loaded_and_nothing_is_lost(
     first, _ = two_sets(striped)
     reader = engine_on(striped)
     striped.take_away(first, fault)
-    begin_load(reader, "away", FIRST, BLOCKS)
+    reader.begin_load("away", FIRST, BLOCKS)
     for number in range(4):
-        begin_load(reader, f"other {number}", SECOND, OTHERS)
+        reader.begin_load(f"other {number}", SECOND, OTHERS)
     found = answers(reader, 5, ANSWER_TIMEOUT_S)  # the target is away until it is mended below
     assert len(found) == 5
     assert {name for name, done in found.items() if done.failed_blocks} == {"away"}
     for _ in range(20):
-        begin_load(reader, "again", FIRST, BLOCKS)
+        reader.begin_load("again", FIRST, BLOCKS)
         assert answers(reader, 1, ANSWER_TIMEOUT_S)["again"].failed_blocks
     assert sum("recomputed" in line for line in caplog.messages) <= 3, "a line a cause, not a request"
     striped.mend()
@@ -74,14 +74,14 @@ def test_a_save_whose_target_is_away_ends_in_time_and_another_set_is_filled(stri
     engine.wait_for_set()
     first = engine.store._keeper.supplies.common._spares()[0].set_id
     striped.take_away(segment_name(first, 0), fault)
-    begin_save(engine, FIRST, BLOCKS)
+    engine.begin_save(FIRST, BLOCKS)
     done = saves(engine, 2, ANSWER_TIMEOUT_S)
     assert [answer.outcome for answer in done] == [SaveOutcome.FAILED] * 2
     engine.store.saved(done)
     engine.store._keeper.supplies.forget({first})
     engine.transfers[0]._saver.writer.disk.clear()
     engine.wait_for_set()
-    begin_save(engine, SECOND, OTHERS)
+    engine.begin_save(SECOND, OTHERS)
     assert [answer.outcome for answer in saves(engine, 2, ANSWER_TIMEOUT_S)] == [SaveOutcome.SAVED] * 2
     striped.mend()
     engine.close()
@@ -114,7 +114,7 @@ def test_records_of_which_reads_end_too_soon_for_long_are_not_lost(striped: Targ
     entries = reader.store.lookup(reader.keys(FIRST))
     assert entries is not None and len(entries) == 2
     striped.take_away(first, "short reads")
-    begin_load(reader, "away", FIRST, BLOCKS)
+    reader.begin_load("away", FIRST, BLOCKS)
     assert answers(reader, 1, ANSWER_TIMEOUT_S)["away"].failed_blocks
     files = reader.transfers[0]._worker.files(reader.namespace.id)
     for key, entry in zip(reader.keys(FIRST), entries, strict=True):

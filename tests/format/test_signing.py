@@ -35,7 +35,7 @@ from kvtier.worker.cuda_events import Mark
 from tests.support import walks
 from tests.support.ends import engines_end as engines_end  # a fixture
 from tests.support.lazy import LazyEngine
-from tests.support.rig import Engine, geometry
+from tests.support.rig import Engine, geometry, is_equal
 
 TOKENS = list(range(1000, 1000 + 64 * 3))
 OTHERS = list(range(5000, 5000 + 64 * 3))
@@ -58,12 +58,6 @@ def signed(folder: Path, **changes: object) -> dict[str, object]:
 
 def failed(engine: Engine, tokens: list[int] = TOKENS) -> list[frozenset[int]]:
     return [done.failed_blocks for done in engine.load(tokens, TARGET)[1]]
-
-
-def assert_whole(reader: Engine) -> None:
-    """TARGET holds what was computed of TOKENS."""
-    reader.prefill(TOKENS, BLOCKS)
-    assert all((a == b).all() for a, b in zip(reader.blocks(BLOCKS), reader.blocks(TARGET), strict=True))
 
 
 def saved(root: Path, changes: dict[str, object], **more: Any) -> Engine:
@@ -96,7 +90,7 @@ def test_any_engine_with_the_secret_loads_it(tmp_path: Path, writers: int, reade
     saved(tmp_path / "kv", changes, tensor_size=writers)
     reader = Engine(tmp_path / "kv", tensor_size=readers, changes=changes)
     assert failed(reader) == [frozenset()] * readers
-    assert_whole(reader)
+    assert reader.holds(TOKENS, TARGET), "what was computed"
     assert reader.load(TOKENS, TARGET)[0] == 3
 
 
@@ -117,7 +111,7 @@ def test_signed_loads_on_a_device_go_through_host_memory(
     submit_each = ring.submit_each
     monkeypatch.setattr(ring, "submit_each", lambda batches: [seen.extend(chain(*batches)), submit_each(batches)][1])
     assert walks.load(late).failed_blocks == frozenset()
-    assert walks.is_equal(late.blocks(walks.TARGET), walks.expected(late))
+    assert is_equal(late.blocks(walks.TARGET), walks.expected(late))
     assert len(seen) == 10 and not any(op.on_device for op in seen), "slabs and header pages, into host memory"
     found = late.transfers[0].metrics.total()
     assert names.HOST_HIT_CHUNKS not in found and found[names.FILE_READ_BYTES] > 0
@@ -139,7 +133,7 @@ def test_what_goes_bad_on_the_way_up_is_read_again(
 
     monkeypatch.setattr(late.order, "begin_copies", bad_once)
     assert walks.load(late).failed_blocks == frozenset()
-    assert len(copies) == 6 and walks.is_equal(late.blocks(walks.TARGET), walks.expected(late))
+    assert len(copies) == 6 and is_equal(late.blocks(walks.TARGET), walks.expected(late))
 
 
 def test_a_full_host_arena_makes_signed_loads_wait_and_loses_none(late: LazyEngine) -> None:
@@ -148,7 +142,7 @@ def test_a_full_host_arena_makes_signed_loads_wait_and_loses_none(late: LazyEngi
         taken.append(slot)
     late.host.discard(taken.pop())  # one is left to land in
     assert walks.load(late).failed_blocks == frozenset()
-    assert walks.is_equal(late.blocks(walks.TARGET), walks.expected(late))
+    assert is_equal(late.blocks(walks.TARGET), walks.expected(late))
     for slot in taken:
         late.host.discard(slot)
 
@@ -173,7 +167,7 @@ def test_nobody_who_waits_for_a_slot_takes_the_one_that_was_just_read_into(late:
     taken = [late.host.reserve() for _ in range(late.host.n_slots - 1)]
     late.host._lock = Crowded()
     assert walks.load(late).failed_blocks == frozenset()
-    assert walks.is_equal(late.blocks(walks.TARGET), walks.expected(late))
+    assert is_equal(late.blocks(walks.TARGET), walks.expected(late))
     for slot in taken:
         assert slot is not None
         late.host.discard(slot)
@@ -312,7 +306,7 @@ def test_a_record_that_was_copied_to_another_slot_is_the_same_kv(tmp_path: Path)
     reader = Engine(tmp_path / "kv", changes=changes)
     rebuilt(reader)
     assert failed(reader) == [frozenset()]
-    assert_whole(reader)
+    assert reader.holds(TOKENS, TARGET), "what was computed"
 
 
 @pytest.mark.parametrize("is_signed", [True, False], ids=["signed", "not signed"])
