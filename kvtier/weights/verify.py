@@ -25,8 +25,8 @@ class WeightFinding:
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model, and those of Mistral's own format (`consolidated*`), which vLLM prefers.
 
-    Raises WeightsUnreadable where the folder or a file of the index is missing, or there is none; Corrupt for a malformed
-    index.
+    Raises WeightsUnreadable where the folder or a file of the index is missing, or there is none; Corrupt for a
+    malformed index.
     """
     if not folder.is_dir():
         raise WeightsUnreadable(
