@@ -14,15 +14,16 @@ import typer
 
 from kvtier.admin.opened import Opened
 from kvtier.cli import bench_storage
-from kvtier.cli.app import app
+from kvtier.cli.app import NotDone, app
 from kvtier.cli.place import CommandTarget, ConfigOption, JsonOption, PathArgument, deployment, find_place
 from kvtier.cli.progress import progress
 from kvtier.cli.prompts import size_argument
 from kvtier.cli.tables import percent, print_table, seconds
 from kvtier.index.base import Index
+from kvtier.io.calibrate import RECORD_BYTES
 from kvtier.io.ring import sizes_for
 from kvtier.runtime.exit_status import MEANINGS, OK, print_json
-from kvtier.runtime.units import rate, size
+from kvtier.runtime.units import exact, rate, size
 from kvtier.storage.filesystem import IN_MEMORY, file_system_of
 from kvtier.storage.root import Root
 from kvtier.storage.segments import direct_io_works
@@ -65,6 +66,8 @@ def bench(
     ] = None,
 ) -> int:
     """Measure storage and index of a root, each beside its ceiling."""
+    if n_bytes is not None and n_bytes < RECORD_BYTES:
+        raise NotDone(f"--size {n_bytes}: one record takes {exact(RECORD_BYTES)}: set it to several times that")
     place = find_place(path, config)
     steps = itertools.count(1)
     with progress("measuring", "steps") as show:

@@ -112,7 +112,9 @@ def _read(name: str) -> str:
     try:
         return sys.stdin.read() if name == STANDARD_INPUT else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as fault:
-        raise NotDone(f"{name}: no prompt can be read there: {getattr(fault, 'strerror', None) or fault}") from None
+        why = getattr(fault, "strerror", None) or fault
+        fix = f"--tokens and --prompt-file name a file, or {STANDARD_INPUT} for the standard input"
+        raise NotDone(f"{name}: no prompt can be read there: {why}; {fix}") from None
 
 
 def _tokens(text: str, name: str) -> list[int]:

@@ -382,6 +382,11 @@ def test_the_ring_flushes_what_bench_wrote(tmp_path: Path, monkeypatch: pytest.M
     assert ops.count(FlushOp) == bench_storage.ROUNDS + 1
 
 
+def test_bench_of_less_than_a_record_is_refused(config: Path, cli: Cli) -> None:
+    """It said that the disk has no room."""
+    assert "--size 1: one record takes" in cli.refused("bench", str(config), "--size", "1")
+
+
 def test_bench_of_a_full_disk_is_said(config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setattr(bench.bench_storage, "RECORD_BYTES", 1 << 60)
     assert "no room for" in cli.refused("bench", str(config))
@@ -462,4 +467,6 @@ def test_a_prompt_that_cannot_be_read_is_named(config: Path, tmp_path: Path, cli
     assert f"{missing}: no prompt can be read there: No such file" in cli.refused(
         "lookup", str(config), "--tokens", str(missing)
     )
+    said = cli.refused("lookup", str(config), "--tokens", "1,2,3")
+    assert "--tokens and --prompt-file name a file, or - for the standard input" in said
     assert f"{binary}: no prompt can be read there" in cli.refused("lookup", str(config), "--tokens", str(binary))
