@@ -1,5 +1,6 @@
 """Tree of kvtier's commands: each module of this folder adds its own."""
 
+import errno
 import os
 import sys
 from typing import Annotated, Any
@@ -67,6 +68,8 @@ def _fix(error: Exception) -> str:
     fault = error.__cause__ if isinstance(error, TierUnavailable) else error
     if not isinstance(fault, OSError) or fault.filename is None:
         return ""
+    if fault.errno == errno.EROFS:
+        return "; mount it for writing"
     return "; make room there (df and df -i show it)" if fault.errno in FULL else squash_hint(fault)
 
 

@@ -48,7 +48,8 @@ def test_an_empty_variable_is_named(command: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("is_tiers", [False, True])
 @pytest.mark.parametrize(
-    ("number", "advice"), [(errno.EACCES, "run this as the engines' user"), (errno.ENOSPC, "df -i")]
+    ("number", "advice"),
+    [(errno.EACCES, "run this as the engines' user"), (errno.ENOSPC, "df -i"), (errno.EROFS, "mount it")],
 )
 def test_an_error_of_the_system_says_what_to_do(
     number: int, advice: str, is_tiers: bool, monkeypatch: pytest.MonkeyPatch, cli: Cli
