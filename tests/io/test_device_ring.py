@@ -19,12 +19,14 @@ from records import PIECE_BYTES, TIMEOUT_S, Record, finished, written
 DEVICE = DeviceRing(0, PIECE_BYTES, 2)
 
 
-def stored(fd: int, n: int, slab_bytes: int = 4 * PAGE_BYTES, n_slabs: int = 8) -> list[Record]:
-    """Records in the file, one after the other."""
+def stored(
+    fd: int, n: int, slab_bytes: int = 4 * PAGE_BYTES, n_slabs: int = 8
+) -> tuple[list[Record], list[AlignedBuffer]]:
+    """Records in the file, one after the other, and memory to read them into."""
     records = [Record(i, slab_bytes, n_slabs, i * (PAGE_BYTES + slab_bytes * n_slabs)) for i in range(n)]
     with Ring(2, PIECE_BYTES) as ring:
         written(ring, fd, records)
-    return records
+    return records, targets_of(records)
 
 
 def targets_of(records: list[Record]) -> list[AlignedBuffer]:
@@ -56,8 +58,7 @@ def holds(target: AlignedBuffer, record: Record) -> bool:
 def test_all_bytes_land(
     cuda: CudaDouble, fd: int, slab_bytes: int, n_slabs: int, threads: int, slots: int, piece_pages: int
 ) -> None:
-    records = stored(fd, 6, slab_bytes, n_slabs)
-    targets = targets_of(records)
+    records, targets = stored(fd, 6, slab_bytes, n_slabs)
     cuda.delay(0.0002)
     with Ring(threads, PIECE_BYTES, device=DeviceRing(0, piece_pages * PAGE_BYTES, slots)) as ring:
         results = finished(ring.submit(device_ops(records, fd, targets)))
@@ -69,8 +70,7 @@ def test_all_bytes_land(
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_a_slot_is_not_used_again_before_its_copy_has_ended(cuda: CudaDouble, fd: int, slots: int) -> None:
     """Copies read their slot long after the thread could have read the next pieces into it."""
-    records = stored(fd, 12)
-    targets = targets_of(records)
+    records, targets = stored(fd, 12)
     cuda.delay(0.003)
     with Ring(1, PIECE_BYTES, device=DeviceRing(0, PIECE_BYTES, slots)) as ring:
         assert all(result.ok for result in finished(ring.submit(device_ops(records, fd, targets))))
@@ -79,8 +79,7 @@ def test_a_slot_is_not_used_again_before_its_copy_has_ended(cuda: CudaDouble, fd
 
 @pytest.mark.parametrize("n_records", [1, 2])
 def test_done_means_that_the_copies_have_ended(cuda: CudaDouble, fd: int, n_records: int) -> None:
-    records = stored(fd, n_records)
-    targets = targets_of(records)
+    records, targets = stored(fd, n_records)
     with Ring(2, PIECE_BYTES, device=DEVICE) as ring:
         cuda.close_gate()
         batch = ring.submit(device_ops(records, fd, targets))
@@ -94,8 +93,7 @@ def test_done_means_that_the_copies_have_ended(cuda: CudaDouble, fd: int, n_reco
 
 def test_a_landed_read_is_not_kept_back_by_the_next(cuda: CudaDouble, fd: int) -> None:
     """One thread, and reads that hang: the device's read is reported between two of them."""
-    (record,) = stored(fd, 1, PAGE_BYTES, 4)
-    (target,) = targets_of([record])
+    (record,), (target,) = stored(fd, 1, PAGE_BYTES, 4)
     first, second, third = hung = [HungRead() for _ in range(3)]
     before = cuda.events_reached()
     with Ring(1, PIECE_BYTES, device=DEVICE) as ring:
@@ -115,8 +113,7 @@ def test_a_landed_read_is_not_kept_back_by_the_next(cuda: CudaDouble, fd: int) -
 
 def test_one_read_is_cut_over_the_threads(cuda: CudaDouble, fd: int) -> None:
     """In pieces of the device's own size: 32 pages here, while the ring's are 16."""
-    (record,) = stored(fd, 1, 32 * PAGE_BYTES, 8)
-    (target,) = targets_of([record])
+    (record,), (target,) = stored(fd, 1, 32 * PAGE_BYTES, 8)
     before = cuda.copies()
     with Ring(4, PIECE_BYTES, device=DeviceRing(0, 2 * PIECE_BYTES, 2)) as ring:
         cuda.close_gate()
@@ -130,8 +127,7 @@ def test_one_read_is_cut_over_the_threads(cuda: CudaDouble, fd: int) -> None:
 def test_a_device_that_is_late_is_not_taken_for_a_file_that_hangs(cuda: CudaDouble, fd: int) -> None:
     """Threads that wait for a free slot have read their file: none stands in for them, with slots of its own."""
     piece_bytes = 6 << 20
-    (record,) = stored(fd, 1, 24 * piece_bytes, 1)
-    (target,) = targets_of([record])
+    (record,), (target,) = stored(fd, 1, 24 * piece_bytes, 1)
     with Ring(4, PIECE_BYTES, device=DeviceRing(0, piece_bytes, 3)) as ring:
         opened = cuda.outstanding()
         cuda.close_gate()
@@ -145,8 +141,7 @@ def test_a_device_that_is_late_is_not_taken_for_a_file_that_hangs(cuda: CudaDoub
 
 
 def test_reads_for_host_and_device_and_writes_in_one_batch(cuda: CudaDouble, fd: int) -> None:
-    records = stored(fd, 8)
-    targets = targets_of(records)
+    records, targets = stored(fd, 8)
     new = Record(99, 4 * PAGE_BYTES, 8, 8 * records[0].n_bytes)
     ops: list[ReadOp | WriteOp] = [new.write_op(fd)]
     for i, (record, target) in enumerate(zip(records, targets, strict=True)):
@@ -163,8 +158,7 @@ def test_reads_for_host_and_device_and_writes_in_one_batch(cuda: CudaDouble, fd:
 
 
 def test_short_files_and_read_errors_are_one_operations_own(cuda: CudaDouble, fd: int) -> None:
-    records = stored(fd, 4)
-    targets = targets_of(records)
+    records, targets = stored(fd, 4)
     os.ftruncate(fd, 4 * records[0].n_bytes - PAGE_BYTES - 100)
     ops = device_ops(records, fd, targets)
     ops[1] = device_op(records[1], -1, targets[1])
@@ -177,8 +171,7 @@ def test_short_files_and_read_errors_are_one_operations_own(cuda: CudaDouble, fd
 
 def test_a_reads_answer_does_not_wait_for_a_write(cuda: CudaDouble, fd: int) -> None:
     """One thread whose copy is late, and a write that hangs: the read is reported before the write is taken."""
-    (record,) = stored(fd, 1, PAGE_BYTES, 4)
-    (target,) = targets_of([record])
+    (record,), (target,) = stored(fd, 1, PAGE_BYTES, 4)
     blocker, hung = HungRead(), HungRead()
     with Ring(1, PIECE_BYTES, device=DEVICE) as ring, open(os.devnull, "wb") as sink:
         ring.submit([blocker.op])
@@ -198,8 +191,7 @@ def test_a_reads_answer_does_not_wait_for_a_write(cuda: CudaDouble, fd: int) -> 
 
 def test_reads_do_not_spoil_a_capture(cuda: CudaDouble, fd: int) -> None:
     """The engine records CUDA graphs while a ring opens, reads and closes (the double counts faults)."""
-    records = stored(fd, 6)
-    targets = targets_of(records)
+    records, targets = stored(fd, 6)
     cuda.capture(True)
     cuda.delay(0.001)
     with Ring(2, PIECE_BYTES, device=DEVICE) as ring:
@@ -210,8 +202,7 @@ def test_reads_do_not_spoil_a_capture(cuda: CudaDouble, fd: int) -> None:
 
 @pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync", "cuEventRecord", "cuEventSynchronize"])
 def test_a_call_that_fails_is_an_error_of_its_operation_alone(cuda: CudaDouble, fd: int, call: str) -> None:
-    records = stored(fd, 6)
-    targets = targets_of(records)
+    records, targets = stored(fd, 6)
     cuda.delay(0.002)
     with Ring(1, PIECE_BYTES, device=DEVICE) as ring:
         cuda.fail(call, after=4)
@@ -226,8 +217,7 @@ def test_a_call_that_fails_is_an_error_of_its_operation_alone(cuda: CudaDouble, 
 @pytest.mark.parametrize("call", ["cuEventRecord", "cuEventSynchronize"])
 def test_a_failed_operation_ends_only_when_nothing_is_on_its_way(cuda: CudaDouble, fd: int, call: str) -> None:
     """The copy had been sent: it must not land in memory that its owner uses for something else."""
-    (record,) = stored(fd, 1, PAGE_BYTES, 4)
-    (target,) = targets_of([record])
+    (record,), (target,) = stored(fd, 1, PAGE_BYTES, 4)
     with Ring(1, PIECE_BYTES, device=DEVICE) as ring:
         cuda.close_gate()
         cuda.fail(call)
@@ -240,8 +230,7 @@ def test_a_failed_operation_ends_only_when_nothing_is_on_its_way(cuda: CudaDoubl
 
 def test_a_device_that_does_not_answer_is_given_up(cuda: CudaDouble, fd: int) -> None:
     """Nothing more is sent, reads for the host go on, and memory that may still be read is never given back."""
-    (record,) = stored(fd, 1, PAGE_BYTES, 4)
-    (target,) = targets_of([record])
+    (record,), (target,) = stored(fd, 1, PAGE_BYTES, 4)
     (host_target,) = targets_of([record])
     with Ring(1, PIECE_BYTES, device=DEVICE) as ring:
         cuda.close_gate()
@@ -258,8 +247,7 @@ def test_a_device_that_does_not_answer_is_given_up(cuda: CudaDouble, fd: int) ->
 @pytest.mark.parametrize(("call", "after"), [("cuCtxSetCurrent", 0), ("cuThreadExchangeStreamCaptureMode", 4)])
 def test_a_thread_without_the_device_says_so(cuda: CudaDouble, fd: int, call: str, after: int) -> None:
     """`after`: calls that succeed, those of the thread that opens the ring."""
-    (record,) = stored(fd, 1)
-    (target,) = targets_of([record])
+    (record,), (target,) = stored(fd, 1)
     cuda.fail(call, after=after)
     cuda.left_behind = 1  # the buffers, see above
     with Ring(1, PIECE_BYTES, device=DEVICE) as ring:
@@ -267,8 +255,7 @@ def test_a_thread_without_the_device_says_so(cuda: CudaDouble, fd: int, call: st
 
 
 def test_cancel_drops_what_has_not_been_read(cuda: CudaDouble, fd: int) -> None:
-    records = stored(fd, 3)
-    targets = targets_of(records)
+    records, targets = stored(fd, 3)
     with Ring(1, PIECE_BYTES, device=DEVICE) as ring:
         cuda.close_gate()
         batch = ring.submit(device_ops(records[:2], fd, targets[:2]))
@@ -285,8 +272,7 @@ def test_cancel_drops_what_has_not_been_read(cuda: CudaDouble, fd: int) -> None:
 
 def test_close_leaves_copies_behind_that_do_not_end(cuda: CudaDouble, fd: int) -> None:
     """Their buffers stay until they have; then all goes."""
-    records = stored(fd, 4)
-    targets = targets_of(records)
+    records, targets = stored(fd, 4)
     before = cuda.outstanding()
     ring = Ring(2, PIECE_BYTES, device=DEVICE)
     cuda.close_gate()
@@ -300,8 +286,7 @@ def test_close_leaves_copies_behind_that_do_not_end(cuda: CudaDouble, fd: int) -
 
 
 def test_close_waits_for_copies(cuda: CudaDouble, fd: int) -> None:
-    records = stored(fd, 6)
-    targets = targets_of(records)
+    records, targets = stored(fd, 6)
     before = cuda.outstanding()
     ring = Ring(2, PIECE_BYTES, device=DEVICE)
     cuda.close_gate()  # a busy machine may look at copies that take a while only when they have ended
@@ -354,8 +339,7 @@ def test_device_reads_that_make_no_sense_are_refused(cuda: CudaDouble, ring: Rin
 def test_threads_that_stand_in_for_those_that_hang_read_for_the_device(
     cuda: CudaDouble, fd: int, hung: HungRead
 ) -> None:
-    (record,) = stored(fd, 1)
-    target = AlignedBuffer(record.n_bytes)
+    (record,), (target,) = stored(fd, 1)
     with Ring(2, PIECE_BYTES, device=DEVICE) as ring:
         blocker = ring.submit([hung.op] * 4)
         hung.wait_until_hanging(TIMEOUT_S)

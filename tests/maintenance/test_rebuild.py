@@ -11,6 +11,7 @@ from kvtier.index.base import Location, NewRecord
 from kvtier.maintenance.scrub import stats, verify
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.storage.root import find_root
+from tests.damage import write
 from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, saved_by_another
 from tests.waiting import wait_until
 
@@ -48,9 +49,7 @@ def test_a_damaged_record_header_is_left_out_and_said(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     engine.save(TOKENS, BLOCKS)
     (path,) = tmp_path.glob("v2/*/*.kvseg")
-    with path.open("r+b") as file:
-        file.seek(4096 + 10)
-        file.write(b"\xff\xff")
+    write(path, 4096 + 10, b"\xff\xff")
     engine.close()
     shutil.rmtree(tmp_path / "v2" / "index")
     reader = Engine(tmp_path)
@@ -61,10 +60,9 @@ def test_a_damaged_record_header_is_left_out_and_said(tmp_path: Path) -> None:
 
 
 def test_one_damaged_namespace_stops_nothing_else(tmp_path: Path) -> None:
-    writer, other = Engine(tmp_path), Engine(tmp_path, weights="other")
-    writer.save(TOKENS, BLOCKS)
+    saved_by_another(tmp_path, TOKENS, BLOCKS)
+    other = Engine(tmp_path, weights="other")
     other.save(TOKENS, BLOCKS)
-    writer.close()
     other.close()
     (tmp_path / "v2" / other.namespace.id.hex() / "namespace.json").write_text("{}")
     shutil.rmtree(tmp_path / "v2" / "index")

@@ -14,6 +14,7 @@ from kvtier.maintenance.record_check import RecordVerdict
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.storage.segments import SegmentFiles, parse_segment_name
 from tests.maintenance.test_delayed_sweeps import StallingClock
+from tests.maintenance.test_rebuild_sets import indexes_end as indexes_end
 from tests.maintenance.test_rebuild_sets import lost, opened
 from tests.maintenance.test_record_saved_twice import BAD, saved_again_in_an_older_set
 from tests.scheduler.test_slow_writers import after
@@ -25,8 +26,8 @@ def test_who_may_have_lost_the_lease_has_not_rebuilt_the_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Of a set that the index knows in part nothing was added, and it was called whole all the same."""
-    lost(tmp_path)
-    index, clock = opened(tmp_path), StallingClock(time.time())
+    _, _, index = lost(tmp_path)
+    clock = StallingClock(time.time())
     keeper = Housekeeper(index, tmp_path / "v2", "me", clock)
     keeper.rebuild()
     (info,) = index.sets()
@@ -37,7 +38,6 @@ def test_who_may_have_lost_the_lease_has_not_rebuilt_the_index(
         assert keeper.rebuild() is None
     again = keeper.rebuild()
     assert again is not None and again.records == 3 and len(index.members(info.set_id)) == 5
-    index.close()
 
 
 def open_segments() -> list[str]:
@@ -59,15 +59,13 @@ def test_a_rebuild_that_fails_leaves_no_segment_open(
     def refuse(*arguments: object, **options: object) -> None:
         raise IndexUnavailable("away")
 
-    lost(tmp_path, ranks=4)
-    index = opened(tmp_path)
+    _, _, index = lost(tmp_path, ranks=4)
     before = open_segments()
     with monkeypatch.context() as patched:
         patched.setattr(index, call, refuse)
         with pytest.raises(IndexUnavailable):
             Housekeeper(index, tmp_path / "v2", "me").rebuild()
     assert open_segments() == before
-    index.close()
 
 
 def test_who_reads_what_lies_there_twice_gives_signs_of_life_and_reads_it_once(
@@ -95,4 +93,3 @@ def test_who_reads_what_lies_there_twice_gives_signs_of_life_and_reads_it_once(
     assert keeper._read_back.read_set(SegmentFiles(older.parent, direct=False), name[0], [0], {}) == 0
     assert len(told_before) == 1
     assert keeper.rebuild() is not None and len(told_before) == 2, "it may be bad by now"
-    index.close()

@@ -5,6 +5,7 @@ import errno
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,15 +25,35 @@ from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, saved_by_another
 HEADER_BYTES = 4096
 
 
-def lost(root: Path, ranks: int = 1) -> tuple[list[Path], list[bytes]]:
-    """The segments, old, of a stored set whose index was lost; and its five keys."""
+_opened: list[LmdbIndex] = []
+
+
+@pytest.fixture(autouse=True)
+def indexes_end() -> Iterator[None]:
+    yield
+    while _opened:
+        _opened.pop().close()
+
+
+def opened(root: Path, is_rebuilt: bool = True) -> LmdbIndex:
+    """Return the root's index, which ends with the test. is_rebuilt: take it for rebuilt."""
+    index = LmdbIndex(str(root / "v2" / "index"))
+    _opened.append(index)
+    index.bind(root / "v2")
+    if is_rebuilt:
+        index.rebuilt(index.loss())
+    return index
+
+
+def lost(root: Path, ranks: int = 1, is_rebuilt: bool = True) -> tuple[list[Path], list[bytes], LmdbIndex]:
+    """The segments, old, of a stored set whose index was lost; its five keys; and its new index, empty."""
     keys = saved_by_another(root, TOKENS, BLOCKS, tensor_size=ranks)
     paths = sorted(root.glob("v2/*/*.kvseg"))
     assert len(paths) == ranks
     for path in paths:
         os.utime(path, (1, 1))
     shutil.rmtree(root / "v2" / "index")
-    return paths, keys
+    return paths, keys, opened(root, is_rebuilt)
 
 
 def living_writer(root: Path) -> tuple[Engine, Index, tuple[bytes, Location]]:
@@ -44,13 +65,6 @@ def living_writer(root: Path) -> tuple[Engine, Index, tuple[bytes, Location]]:
     assert len(members) == 5
     index.retract(*members[4])
     return writer, index, members[4]
-
-
-def opened(root: Path) -> LmdbIndex:
-    index = LmdbIndex(str(root / "v2" / "index"))
-    index.bind(root / "v2")
-    index.rebuilt(index.loss())
-    return index
 
 
 def test_what_a_writer_was_refused_long_ago_and_never_cut_off_is_read_back(tmp_path: Path) -> None:
@@ -81,15 +95,13 @@ def refuse_once(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
 
 def test_a_sweep_waits_until_all_of_a_sets_segments_are_old(tmp_path: Path) -> None:
     """The younger one was never taken in: the set was in the index by then."""
-    paths, keys = lost(tmp_path, ranks=2)
-    index = opened(tmp_path)
+    paths, keys, index = lost(tmp_path, ranks=2)
     now_s = time.time()
     os.utime(paths[1], (now_s, now_s))
     Housekeeper(index, tmp_path / "v2", "me").sweep()
     assert index.counts().sets == 0
     Housekeeper(index, tmp_path / "v2", "me", clock=lambda: now_s + ORPHAN_GRACE_S + 1).sweep()
     assert len(index.resolve(keys)) == 5
-    index.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -98,8 +110,7 @@ def test_a_set_of_which_one_segment_cannot_be_read_is_taken_in_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doing: str, rank: int
 ) -> None:
     """The other one came in alone, and this one never."""
-    paths, keys = lost(tmp_path, ranks=2)
-    index = opened(tmp_path)
+    paths, keys, index = lost(tmp_path, ranks=2)
     keeper = Housekeeper(index, tmp_path / "v2", "me")
     refuse_once(monkeypatch, paths[rank])
     if doing == "sweep":
@@ -110,15 +121,14 @@ def test_a_set_of_which_one_segment_cannot_be_read_is_taken_in_later(
     assert index.counts().sets == 0
     keeper.sweep()
     assert len(index.resolve(keys)) == 5
-    index.close()
 
 
 def test_a_file_whose_status_cannot_be_read_does_not_end_a_rebuild(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on Lustre while the OST of a file is down."""
-    paths, _ = lost(tmp_path, ranks=2)
-    index, ask = opened(tmp_path), os.lstat
+    paths, _, index = lost(tmp_path, ranks=2)
+    ask = os.lstat
 
     def refuse(path: Path) -> os.stat_result:
         if path == paths[0]:
@@ -130,7 +140,6 @@ def test_a_file_whose_status_cannot_be_read_does_not_end_a_rebuild(
         patch.setattr(os, "lstat", refuse)
         done = Housekeeper(index, tmp_path / "v2", "me").rebuild()
     assert done is not None and len(done.unreadable) == 1 and paths[0].name in done.unreadable[0]
-    index.close()
 
 
 @pytest.mark.parametrize("gone", [1, 2])
@@ -138,8 +147,7 @@ def test_what_goes_while_a_sweep_reads_it_does_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: int
 ) -> None:
     """An evictor that was slow removes its files, of one rank after the other."""
-    paths, keys = lost(tmp_path, ranks=2)
-    index = opened(tmp_path)
+    paths, keys, index = lost(tmp_path, ranks=2)
     keeper = Housekeeper(index, tmp_path / "v2", "me")
     unlink = once(lambda: [path.unlink() for path in paths[:gone]])
     monkeypatch.setattr(index, "create_set", before(index.create_set, unlink))
@@ -147,12 +155,10 @@ def test_what_goes_while_a_sweep_reads_it_does_not_come_back(
     assert index.counts() == IndexCounts(0, 0, 0, 0)
     keeper.sweep()
     assert index.resolve(keys) == [] and index.counts().records == 5 * (2 - gone)
-    index.close()
 
 
 def test_what_is_no_segment_takes_nothing_else_with_it(tmp_path: Path) -> None:
-    paths, _ = lost(tmp_path, ranks=2)
-    index = opened(tmp_path)
+    paths, _, index = lost(tmp_path, ranks=2)
     paths[0].write_bytes(b"x" * HEADER_BYTES)
     os.utime(paths[0], (1, 1))
     keeper = Housekeeper(index, tmp_path / "v2", "me")
@@ -161,16 +167,14 @@ def test_what_is_no_segment_takes_nothing_else_with_it(tmp_path: Path) -> None:
     assert index.counts().records == 5
     keeper.sweep()
     assert paths[1].exists()
-    index.close()
 
 
 def test_a_sweep_beside_a_rebuild_removes_no_segment_that_is_still_to_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank's held no record, so the set was in the index without any when the sweep came by: both went."""
-    paths, _ = lost(tmp_path, ranks=2)
+    paths, _, index = lost(tmp_path, ranks=2)
     os.truncate(paths[0], HEADER_BYTES)
-    index = opened(tmp_path)
     rebuilding, sweeper = Housekeeper(index, tmp_path / "v2", "cli"), Housekeeper(index, tmp_path / "v2", "engine")
     read = ReadBack._read_segment
 
@@ -183,14 +187,12 @@ def test_a_sweep_beside_a_rebuild_removes_no_segment_that_is_still_to_be_read(
     monkeypatch.setattr(ReadBack, "_read_segment", sweep_before_the_second)
     rebuilding.rebuild()
     assert paths[1].exists() and index.counts().records == 5
-    index.close()
 
 
 @pytest.mark.parametrize("doing", ["sweep", "rebuild"])
 def test_a_set_that_came_in_by_half_comes_in_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doing: str) -> None:
     """Its first records came with it, then the index refused: the others stayed unknown, for the set was known."""
-    _, keys = lost(tmp_path)
-    index = opened(tmp_path)
+    _, keys, index = lost(tmp_path)
     monkeypatch.setattr(read_back, "ADOPTED_MAX", 2)
 
     def refuse(records: list[NewRecord], **options: bool) -> int:
@@ -203,7 +205,6 @@ def test_a_set_that_came_in_by_half_comes_in_again(tmp_path: Path, monkeypatch: 
         keeper.sweep() if doing == "sweep" else keeper.rebuild()
     keeper.sweep()
     assert len(index.resolve(keys)) == 5
-    index.close()
 
 
 def test_what_was_read_back_is_refused_where_its_set_was_taken_over_since(
@@ -239,8 +240,7 @@ def test_what_a_living_writer_has_is_kept_when_the_index_refuses(
 
 def test_one_at_a_time_looks_after_a_roots_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep cut segments of which a rebuild had read more, and entries pointed behind their ends."""
-    lost(tmp_path)
-    index = opened(tmp_path)
+    _, _, index = lost(tmp_path)
     first, second = Housekeeper(index, tmp_path / "v2", "first"), Housekeeper(index, tmp_path / "v2", "second")
     outcomes: list[object] = []
 
@@ -252,13 +252,10 @@ def test_one_at_a_time_looks_after_a_roots_files(tmp_path: Path, monkeypatch: py
     done = first.rebuild()
     assert outcomes == [("first", None)] and done is not None and done.records == 5
     assert index.lease_owner(SWEEP_LEASE, time.time()) is None
-    index.close()
 
 
 def test_an_engine_leaves_a_lost_index_to_who_rebuilds_it_already(tmp_path: Path) -> None:
-    lost(tmp_path)
-    index = LmdbIndex(str(tmp_path / "v2" / "index"))
-    index.bind(tmp_path / "v2")
+    _, _, index = lost(tmp_path, is_rebuilt=False)
     assert index.acquire_lease(SWEEP_LEASE, "other", time.time(), 60.0)
     engine = Engine(tmp_path)
     keeper = by_hand(engine)
@@ -268,16 +265,13 @@ def test_an_engine_leaves_a_lost_index_to_who_rebuilds_it_already(tmp_path: Path
     assert not index.was_reset
     assert engine.load(TOKENS, TARGET)[0] == 5
     engine.close()
-    index.close()
 
 
 def test_the_command_waits_for_a_sweep_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lost(tmp_path)
-    index = opened(tmp_path)
+    _, _, index = lost(tmp_path)
     assert index.acquire_lease(SWEEP_LEASE, "killed", time.time(), 0.5)
     assert cli.main(["index", "rebuild", str(tmp_path)]) == 0
     assert "5 records of 1 segment added" in capsys.readouterr().out
-    index.close()
 
 
 def test_the_command_does_not_wait_for_ever(
@@ -286,12 +280,10 @@ def test_the_command_does_not_wait_for_ever(
     from kvtier.cli import index as command
 
     monkeypatch.setattr(command, "OTHERS_TIMEOUT_S", 0.2)
-    lost(tmp_path)
-    index = opened(tmp_path)
+    _, _, index = lost(tmp_path)
     assert index.acquire_lease(SWEEP_LEASE, "busy", time.time(), 60.0)
     assert cli.main(["index", "rebuild", str(tmp_path)]) != 0
     assert "busy" in capsys.readouterr().err
-    index.close()
 
 
 def test_a_file_that_was_away_at_a_rebuild_is_read_back_by_a_sweep(
@@ -299,8 +291,8 @@ def test_a_file_that_was_away_at_a_rebuild_is_read_back_by_a_sweep(
 ) -> None:
     """Its set was in the index by then, with the other rank's records, and its own were lost until the next rebuild.
     Not while it is young: a writer that was refused a record may cut it."""
-    paths, keys = lost(tmp_path, ranks=2)
-    index, now_s = opened(tmp_path), time.time()
+    paths, keys, index = lost(tmp_path, ranks=2)
+    now_s = time.time()
     keeper = Housekeeper(index, tmp_path / "v2", "me", clock=lambda: now_s)
     monkeypatch.setattr(keeper, "_may_be_away", True)
     monkeypatch.setattr(keeper._read_back, "_may_be_away", True)
@@ -314,13 +306,11 @@ def test_a_file_that_was_away_at_a_rebuild_is_read_back_by_a_sweep(
     now_s += ORPHAN_GRACE_S + CLOCK_TOLERANCE_S
     keeper.sweep()
     assert len(index.resolve(keys)) == 5
-    index.close()
 
 
 def test_a_segment_of_which_reads_end_too_soon_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Lustre with a target away. It is in no index, so all that tells it from other files is its header."""
-    (path,), keys = lost(tmp_path)
-    index = opened(tmp_path)
+    (path,), keys, index = lost(tmp_path)
     keeper = Housekeeper(index, tmp_path / "v2", "me", clock=lambda: time.time() + ORPHAN_GRACE_S + CLOCK_TOLERANCE_S)
     with monkeypatch.context() as patch:
         preadv = os.preadv
@@ -331,13 +321,12 @@ def test_a_segment_of_which_reads_end_too_soon_is_not_removed(tmp_path: Path, mo
         assert done is not None and "is part of the storage down?" in done.unreadable[0]
     keeper.sweep()
     assert len(index.resolve(keys)) == 5
-    index.close()
 
 
 def test_stale_header_pages_of_a_shared_disk_retract_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another node's writer has published records that pages read through an older descriptor do not show yet."""
-    paths, keys = lost(tmp_path)
-    index, now_s = opened(tmp_path), time.time()
+    paths, keys, index = lost(tmp_path)
+    now_s = time.time()
     keeper = Housekeeper(index, tmp_path / "v2", "me", clock=lambda: now_s)
     assert keeper.rebuild() is not None and len(index.resolve(keys)) == 5
     monkeypatch.setattr(keeper._read_back, "_may_be_away", True)
@@ -346,4 +335,3 @@ def test_stale_header_pages_of_a_shared_disk_retract_nothing(tmp_path: Path, mon
     now_s += read_back.SETTLED_S + 1
     assert keeper.rebuild() is not None
     assert len(index.resolve(keys)) == 5
-    index.close()

@@ -17,7 +17,7 @@ from kvtier.maintenance import record_check
 from kvtier.maintenance.record_check import RecordVerdict, judge
 from kvtier.storage.segments import SegmentFiles, parse_segment_name
 from tests.scheduler.test_slow_writers import housekeeper
-from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, saved_by_another
+from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, is_equal, saved_by_another
 from tests.waiting import wait_until
 from tests.worker.test_faults import flip_payload
 
@@ -64,7 +64,7 @@ def test_the_good_one_comes_back(tmp_path: Path, save: Callable[[Path], list[tor
     wait_until(lambda: reader.load(TOKENS, TARGET)[0] == 5)
     n_chunks, (answer,) = reader.load(TOKENS, TARGET)
     assert n_chunks == 5 and answer.failed_blocks == frozenset()
-    assert all(torch.equal(a, b) for a, b in zip(reader.blocks(TARGET), expected, strict=True))
+    assert is_equal(reader.blocks(TARGET), expected)
 
 
 def test_of_two_good_ones_the_first_stays(tmp_path: Path) -> None:
