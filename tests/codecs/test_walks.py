@@ -26,7 +26,7 @@ from tests.codecs.transform_rig import make_table
 from tests.support import lazy
 from tests.support.ends import engines_end as engines_end  # a fixture
 from tests.support.lazy import LazyCodec, LazyEngine, LazyOrder
-from tests.support.rig import Engine, geometry
+from tests.support.rig import Engine, geometry, is_equal
 
 CHUNK, N_CHUNKS = 64, 3
 TOKENS = list(range(1000, 1000 + CHUNK * N_CHUNKS))
@@ -69,10 +69,6 @@ def lossy(engine: Engine, coder: LayerCoder, blocks: Sequence[int]) -> list[torc
     return found
 
 
-def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
 @pytest.mark.parametrize(
     ("codec", "writer", "reader"),
     [
@@ -94,7 +90,7 @@ def test_any_cut_reads_what_any_other_wrote(tmp_path: Path, codec: str, writer: 
     model.prefill(TOKENS, BLOCKS)
     whole = Engine.blocks(model, BLOCKS)
     wanted = lossy(model, coder_of(codec), BLOCKS)
-    assert not same(wanted, whole), "it is lossy"
+    assert not is_equal(wanted, whole), "it is lossy"
     planes = iter(second.blocks(TARGET))
     for share in second.shares:
         held = share.reads
@@ -110,7 +106,7 @@ def test_a_load_leaves_computed_blocks_alone(tmp_path: Path) -> None:
     engine.load(TOKENS, TARGET, computed=CHUNK + 32)
     wanted = lossy(engine, coder_of("k4v4"), BLOCKS)
     assert all(not tensor.any() for tensor in engine.blocks(TARGET[:6]))
-    assert same(engine.blocks(TARGET[6:]), [plane[6:] for plane in wanted])
+    assert is_equal(engine.blocks(TARGET[6:]), [plane[6:] for plane in wanted])
 
 
 def test_encoded_chunks_take_less_room(tmp_path: Path) -> None:
@@ -126,11 +122,7 @@ def save_with(engine: Engine, spoil: float, block: int) -> dict[bytes, SaveOutco
     engine.wait_for_set()
     engine.prefill(TOKENS, BLOCKS)
     engine.pages[0].layers[2].planes[1][block, 7, 3, 11] = spoil
-    engine.transfers[0].save(engine.plan(TOKENS, BLOCKS))
-    assert engine.transfers[0].drain(20)
-    done = engine.transfers[0].poll().saves
-    engine.store.saved(done)
-    return {answer.key: answer.outcome for answer in done}
+    return {answer.key: answer.outcome for answer in engine.run_save(engine.plan(TOKENS, BLOCKS))}
 
 
 @pytest.mark.parametrize("codec", ("k4v4", "int8", "tc4"))

@@ -20,7 +20,7 @@ from kvtier.storage.root import NAMESPACE_FILE, find_root, namespace_folders
 from kvtier.storage.segments import SegmentFiles, parse_segment_name, segment_name
 from tests.crash.images import INDEX, Step
 from tests.crash.record_writes import CHUNKS, SEGMENT_BYTES, SHAPE, tokens_of
-from tests.support.rig import Engine
+from tests.support.rig import Engine, is_equal
 
 TARGET = [10]  # the block that is loaded into
 READER = {
@@ -140,18 +140,14 @@ def _load(engine: Engine, root: Path, key: bytes, wanted: list[torch.Tensor], sa
         return None
     for plane in (plane for pages in engine.pages for layer in pages.layers for plane in layer.planes):
         plane[TARGET] = 0
-    plan = engine.store.plan_load(key.hex(), [key], offered, TARGET, 0)
-    (transfer,) = engine.transfers
-    transfer.load(plan)
-    assert transfer.drain(20)
-    (done,) = transfer.poll().loads
+    (done,) = engine.run_load(engine.store.plan_load(key.hex(), [key], offered, TARGET, 0))
     got = engine.blocks(TARGET)
     if done.failed_blocks:
         assert not any(plane.any() for plane in got), "bad bytes reached the engine"
         assert not all(_is_right(root, at, saved, False) for at in entries.unpack(offered[0])), "it was lost in vain"
         assert not engine.store.lookup([key]), "a bad record is offered again (I11)"
         return False
-    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), "other bytes than those saved (I2)"
+    assert is_equal(got, wanted), "other bytes than those saved (I2)"
     return True
 
 

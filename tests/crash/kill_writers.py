@@ -21,7 +21,6 @@ import torch
 
 from kvtier.maintenance.scrub import verify
 from kvtier.plan import SaveDone, SaveOutcome
-from kvtier.scheduler.store import WantedChunk
 from kvtier.storage.root import find_root
 from tests.support.rig import Engine
 
@@ -64,10 +63,7 @@ def write_forever(root: Path, seed: int, ready: int) -> None:
     while True:
         tokens = tokens_of(order.randrange(SEQUENCES))
         engine.prefill(tokens, blocks)
-        keys = engine.keys(tokens)
-        parents = [engine.store.namespace_id, *keys]
-        wanted = [WantedChunk(key, parents[i], tuple(blocks[i * 4 : i * 4 + 4])) for i, key in enumerate(keys)]
-        plan = engine.store.plan_save(wanted)
+        plan = engine.plan_if_new(tokens, blocks)
         for transfer in engine.transfers:
             if plan is not None:
                 transfer.save(plan)
@@ -86,10 +82,8 @@ def check(root: Path, report: int) -> None:
         tokens, blocks = tokens_of(number), list(range(20))
         n_chunks, answers = engine.load(tokens, blocks)
         failed += sum(len(answer.failed_blocks) for answer in answers)
-        got = engine.blocks(blocks[: n_chunks * 4])
-        engine.prefill(tokens, blocks)
         loaded += n_chunks
-        wrong += not all(torch.equal(a, b) for a, b in zip(got, engine.blocks(blocks[: n_chunks * 4]), strict=True))
+        wrong += not engine.holds(tokens, blocks[: n_chunks * 4])
     found = verify(find_root(root), engine.store._keeper._index)
     bad = [f"{finding.segment} slot {finding.slot}: {finding.what}" for finding in found.bad]
     engine.close()

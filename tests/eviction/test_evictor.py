@@ -299,9 +299,7 @@ def save_for(engine: Engine, tenant: str, number: int, wait_s: float = 20.0) -> 
     wanted = [WantedChunk(key, SPACE, tuple(BLOCKS[i * 4 : i * 4 + 4]), tenant) for i, key in enumerate(keys)]
     plan = engine.store.plan_save(wanted)
     if plan is not None:
-        engine.transfers[0].save(plan)
-        assert engine.transfers[0].drain(20)
-        engine.store.saved(engine.transfers[0].poll().saves)
+        engine.run_save(plan)
     return plan
 
 

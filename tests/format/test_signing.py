@@ -324,11 +324,7 @@ def test_who_can_write_to_the_index_alone(tmp_path: Path, what: str, is_signed: 
     planted = [
         entries.pack([with_sums(engine, key, at)], engine.shape.whole) for key, at in zip(asked, told, strict=True)
     ]
-    plan = engine.store.plan_load("r", asked, planted, TARGET, 0)
-    (transfer,) = engine.transfers
-    transfer.load(plan)
-    assert transfer.drain(20)
-    (done,) = transfer.poll().loads
+    (done,) = engine.run_load(engine.store.plan_load("r", asked, planted, TARGET, 0))
     assert done.failed_blocks == (frozenset(TARGET) if is_signed else frozenset())
 
 

@@ -4,7 +4,6 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 from kvtier.format.geometry import Extent
 from kvtier.index import entry
@@ -58,10 +57,3 @@ def join(*processes: BaseProcess) -> None:
     for process in processes:
         process.kill()
     assert codes == [0] * len(processes)
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + PROCESS_TIMEOUT_S
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} was never made"
-        time.sleep(0.01)

@@ -18,7 +18,7 @@ from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.storage.root import open_root
 from tests.waiting import wait_until
 
-from index_data import PROCESS_TIMEOUT_S, check, fill, join, key, record, set_info, start, wait_for
+from index_data import PROCESS_TIMEOUT_S, check, fill, join, key, record, set_info, start
 
 
 def open_index(folder: Path, reopen: Callable[[], object] | None = None) -> LmdbIndex:
@@ -72,7 +72,7 @@ def use_again(folder: Path, asks: Path, answers: Path) -> None:
     index = open_index(folder)
     fill(index, 1, range(50))
     answers.touch()
-    wait_for(asks)
+    wait_until(asks.exists)
     index.create_set(set_info(2))
     assert index.publish([record(1000, 2, 0)]) == 1
     check(index, [key(number) for number in (*range(50), 1000)])
@@ -86,7 +86,7 @@ def test_a_file_that_was_removed_alone(tmp_path: Path, name: str) -> None:
     locks and not the data: LMDB counts the transactions of both in the lock file."""
     folder, asks, answers = tmp_path / "index", tmp_path / "asks", tmp_path / "answers"
     other = start(use_again, folder, asks, answers)
-    wait_for(answers)
+    wait_until(answers.exists)
     before = [(folder / each).stat().st_ino for each in ("data.mdb", "lock.mdb")]
     (folder / name).unlink()
     index = open_index(folder)

@@ -17,8 +17,9 @@ from kvtier.index import entry
 from kvtier.index.lmdb import index as embedded
 from kvtier.index.lmdb.environment import View
 from kvtier.index.lmdb.index import LmdbIndex
+from tests.waiting import wait_until
 
-from index_data import PROCESS_TIMEOUT_S, check, fill, join, key, record, set_info, start, wait_for
+from index_data import PROCESS_TIMEOUT_S, check, fill, join, key, record, set_info, start
 
 SHARED_KEYS = range(100)
 
@@ -154,7 +155,7 @@ def hanging_writer(folder: Path, sent: signal.Signals) -> BaseProcess:
     """Return a process that has received the signal in the middle of a transaction."""
     ready = folder.with_name("ready")
     process = start(write_and_hang, folder, ready)
-    wait_for(ready)
+    wait_until(ready.exists)
     assert process.pid is not None
     os.kill(process.pid, sent)
     return process

@@ -20,7 +20,7 @@ from kvtier.kernels.paged import PagedKV, PagedLayer
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
 from kvtier.scheduler.store import Store, WantedChunk
 from kvtier.worker.transfer import Transfer
-from tests.waiting import TIMEOUT_S
+from tests.waiting import TIMEOUT_S, wait_until
 
 BLOCK_TOKENS = 16
 # A prompt of five chunks, the blocks that it is computed in, and those that it is loaded into.
@@ -166,10 +166,8 @@ class Engine:
 
     def wait_for_set(self, timeout_s: float = TIMEOUT_S) -> None:
         """Waits until the keeper has a segment set ready."""
-        deadline = time.monotonic() + timeout_s
-        while self.store._keeper.supplies.common.wants_set():
-            assert time.monotonic() < deadline, "no segment set was made"
-            time.sleep(0.01)
+        supply = self.store._keeper.supplies.common
+        wait_until(lambda: not supply.wants_set(), "a segment set", timeout_s)
 
     def plan_if_new(self, tokens: Sequence[int], block_ids: Sequence[int]) -> SavePlan | None:
         """Plan a save of all whole chunks. None: all of them are saved."""
@@ -194,6 +192,10 @@ class Engine:
         plan = self.plan_if_new(tokens, block_ids)
         if plan is None:
             return []
+        return self.run_save(plan)
+
+    def run_save(self, plan: SavePlan) -> list[SaveDone]:
+        """Has all ranks save, one after the other, and waits; their answers."""
         done: list[SaveDone] = []
         for transfer in self.transfers:
             with torch.inference_mode():  # as vLLM calls the connector; the loop's thread is outside of it
@@ -235,15 +237,17 @@ class Engine:
     def load(self, tokens: Sequence[int], block_ids: Sequence[int], computed: int = 0) -> tuple[int, list[LoadDone]]:
         """Loads what is stored of `tokens` beyond `computed` into the blocks. (chunks planned, answers)."""
         plan = self.plan_load(f"r{random.random()}", tokens, block_ids, computed)
-        if plan is None:
-            return 0, []
+        return (len(plan.chunks), self.run_load(plan)) if plan is not None else (0, [])
+
+    def run_load(self, plan: LoadPlan) -> list[LoadDone]:
+        """Has all ranks load, one after the other, and waits; their answers."""
         done: list[LoadDone] = []
         for transfer in self.transfers:
             with torch.inference_mode():
                 transfer.load(plan)
                 assert transfer.drain(20)
                 done += transfer.poll().loads
-        return len(plan.chunks), done
+        return done
 
     def blocks(self, block_ids: Sequence[int]) -> list[torch.Tensor]:
         """Copies of the blocks' content, a tensor for each rank, layer and plane."""

@@ -28,7 +28,7 @@ from kvtier.worker.context import WorkerContext
 from tests.support.lazy import LazyEngine
 from tests.support.rig import BLOCK_TOKENS, Engine, geometry
 from tests.support.saving_faults import Evictions, SlowIndex, StormyRing, cut_off, refuse_files
-from tests.waiting import for_so_long
+from tests.waiting import for_so_long, wait_until
 
 CHUNK_BLOCKS = 2
 CHUNKS_MAX = 8
@@ -363,16 +363,14 @@ class SavingStorm:
 
     def _lose_the_index(self) -> None:
         """What it said before is found again in the files."""
-        index = LmdbIndex(str(self._root / "v2" / "index"))
-        keys = [key for info in index.sets() for key, _ in index.members(info.set_id) if index.resolve([key])]
-        index.close()
+        before = LmdbIndex(str(self._root / "v2" / "index"))
+        keys = [key for info in before.sets() for key, _ in before.members(info.set_id) if before.resolve([key])]
+        before.close()
         shutil.rmtree(self._root / "v2" / "index")
         reader = self._open()
-        ends_s = time.monotonic() + END_S
-        while reader.engine.store._keeper._index.was_reset:
-            assert time.monotonic() < ends_s, "the index was not rebuilt"
-            time.sleep(0.01)
-        lost = [key.hex() for key in set(keys) if not reader.engine.store._keeper._index.resolve([key])]
+        index = reader.engine.store._keeper._index
+        wait_until(lambda: not index.was_reset, "the index is rebuilt", END_S)
+        lost = [key.hex() for key in set(keys) if not index.resolve([key])]
         assert not lost, f"{len(lost)} of {len(keys)} chunks were not found again: {lost[:3]}"
         self.told["found again"] += len(set(keys))
         self._close(reader)

@@ -100,9 +100,7 @@ def load(reader: Engine, damage: Callable[[], None]) -> LoadDone:
     plan = reader.plan_load("r", TOKENS, TARGET)
     assert plan is not None and len(plan.chunks) == 5
     damage()
-    reader.transfers[0].load(plan)
-    assert reader.transfers[0].drain(20)
-    (done,) = reader.transfers[0].poll().loads
+    (done,) = reader.run_load(plan)
     return done
 
 
@@ -155,9 +153,7 @@ def test_an_index_entry_of_which_one_bit_changed_is_no_hit(tmp_path: Path) -> No
     (entry,) = reader.store.lookup([key])
 
     def is_hit(entry: bytes) -> bool:
-        transfer.load(reader.store.plan_load("r", [key], [entry], BLOCKS[:4], 0))
-        assert transfer.drain(10)
-        (done,) = transfer.poll().loads
+        (done,) = reader.run_load(reader.store.plan_load("r", [key], [entry], BLOCKS[:4], 0))
         return not done.failed_blocks
 
     assert is_hit(entry)

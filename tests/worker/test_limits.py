@@ -83,9 +83,7 @@ def test_a_step_of_many_small_chunks_is_saved_whole(tmp_path: Path) -> None:
     shape = geometry(layers=1, kv_heads=1, k_head_size=8, v_head_size=8)
     engine = Engine(tmp_path, shape=shape, n_blocks=1200)
     engine.wait_for_set()
-    engine.transfers[0].save(engine.plan(range(64 * 300), range(1200)))
-    assert engine.transfers[0].drain(20)
-    outcomes = [answer.outcome for answer in engine.transfers[0].poll().saves]
+    outcomes = [answer.outcome for answer in engine.run_save(engine.plan(range(64 * 300), range(1200)))]
     assert outcomes == 300 * [SaveOutcome.SAVED]
 
 

@@ -58,11 +58,7 @@ def test_a_strange_entry_is_a_miss(engine: Engine, what: str) -> None:
     strange = STRANGE[what](location)
     told = [found[0], entries.pack([strange], strange.extent), found[2]]
     before = engine.blocks(TARGET[4:])
-    plan = engine.store.plan_load("one", keys, told, TARGET, 0)
-    (transfer,) = engine.transfers
-    transfer.load(plan)
-    assert transfer.drain(20)
-    (done,) = transfer.poll().loads
+    (done,) = engine.run_load(engine.store.plan_load("one", keys, told, TARGET, 0))
     assert done.failed_blocks == frozenset(TARGET[4:]), "from the strange one on"
     assert all((a == b).all() for a, b in zip(engine.blocks(TARGET[4:]), before, strict=True))
     assert engine.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset(), "the true entry is another, and stayed"
@@ -79,9 +75,6 @@ def test_a_record_of_another_cut_than_its_segment(tmp_path: Path) -> None:
     first, second = sorted(entries.unpack(found[0]), key=lambda at: at.rank)
     crossed = entries.pack([other(first, rank=second.rank), other(second, rank=first.rank)], two.shape.whole)
     plan = two.store.plan_load("one", keys[:1], [crossed], TARGET[:4], 0)
-    for transfer in two.transfers:
-        transfer.load(plan)
-        assert transfer.drain(20)
-        (done,) = transfer.poll().loads
+    for transfer, done in zip(two.transfers, two.run_load(plan), strict=True):
         assert done.failed_blocks == frozenset(TARGET[:4])
         assert names.CHECKSUM_FAILURES not in transfer.metrics.total(), "it was not even read"

@@ -11,6 +11,7 @@ from kvtier.io.ring import AlignedBuffer
 from kvtier.runtime.threads import ThreadJobs
 from kvtier.worker import arenas
 from kvtier.worker.arenas import PIN_BYTES, Pinner
+from tests.waiting import wait_until
 
 CALL_S = 0.05
 CALLS = 8
@@ -34,13 +35,6 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, int]]:
 def make() -> Pinner:
     buffer = torch.frombuffer(AlignedBuffer(CALLS * PIN_BYTES).view, dtype=torch.uint8)
     return Pinner(Arena(buffer, PIN_BYTES, n_ready=0), 0, ThreadJobs("pin", 1, 1))
-
-
-def wait_for(calls: list[tuple[float, int]], n_calls: int) -> None:
-    deadline = time.monotonic() + 20
-    while len(calls) < n_calls:
-        assert time.monotonic() < deadline, f"{len(calls)} calls"
-        time.sleep(0.005)
 
 
 def gaps(calls: list[tuple[float, int]]) -> list[float]:
@@ -72,7 +66,7 @@ def test_at_full_speed_until_the_engine_is_at_work(
     monkeypatch.setattr(cuda, "pin", pin)
     monkeypatch.setattr(arenas, "PIN_START_MAX_S", 0.0)
     pinner.start(lambda: False)
-    wait_for(pinned, CALLS)
+    wait_until(lambda: len(pinned) >= CALLS)
     first, rest = gaps(pinned)[: CALLS // 2 - 1], gaps(pinned)[CALLS // 2 :]
     assert min(first) < 1.8 * CALL_S
     assert min(rest) >= 2 * CALL_S
@@ -86,5 +80,5 @@ def test_loads_go_first(pinned: list[tuple[float, int]], monkeypatch: pytest.Mon
     time.sleep(5 * CALL_S)
     assert not pinned
     loads.clear()
-    wait_for(pinned, CALLS)
+    wait_until(lambda: len(pinned) >= CALLS)
     pinner.close()

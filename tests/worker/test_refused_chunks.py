@@ -30,12 +30,7 @@ def save(engine: Engine) -> list[SaveOutcome]:
     planned = engine.plan_if_new(TOKENS, BLOCKS)
     if planned is None:
         return []
-    for transfer in engine.transfers:
-        transfer.save(planned)
-        assert transfer.drain(20)
-        done = transfer.poll().saves
-        engine.store.saved(done)
-    by_key = {answer.key: answer.outcome for answer in done}
+    by_key = {answer.key: answer.outcome for answer in engine.run_save(planned)}
     return [by_key[chunk.key] for chunk in planned.chunks]
 
 

@@ -3,15 +3,14 @@
 import itertools
 import logging
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from kvtier.runtime.threads import Job
-from kvtier.scheduler.store import WantedChunk
 from kvtier.worker import transfer
 from tests.support.rig import Engine
+from tests.waiting import wait_until
 
 CHUNKS_A_JOB = 2
 RECORD_BYTES = 4096 + 4 * 64 * 4 * 32 * 2 * 4  # header page, and 4 heads x 64 tokens x 4 layers x K and V of 32 floats
@@ -32,18 +31,10 @@ def test_no_record_is_cut_off_whichever_was_written_last(tmp_path: Path, slots: 
     blocks = list(range(6 * writer.chunk_blocks))
     writer.wait_for_set()
     writer.prefill(tokens, blocks)
-    keys = writer.keys(tokens)
-    parents = [writer.store.namespace_id, *keys]
-    per = writer.chunk_blocks
-    wanted = [WantedChunk(key, parents[i], tuple(blocks[i * per : (i + 1) * per])) for i, key in enumerate(keys)]
-    plans = [writer.store.plan_save(wanted[i : i + CHUNKS_A_JOB]) for i in range(0, 6, CHUNKS_A_JOB)]
+    plans = [writer.plan(tokens[: 64 * end], blocks) for end in range(CHUNKS_A_JOB, 7, CHUNKS_A_JOB)]
+    assert [len(plan.chunks) for plan in plans] == [CHUNKS_A_JOB] * 3
     for number in order:
-        plan = plans[number]
-        assert plan is not None
-        for rank in writer.transfers:
-            rank.save(plan)
-            assert rank.drain(20)
-            writer.store.saved(rank.poll().saves)
+        writer.run_save(plans[number])
     writer.close()
     reader = engine_of(tmp_path, slots)
     found, done = reader.load(tokens, TARGET)
@@ -85,20 +76,10 @@ def test_saves_that_a_reset_overtakes_log_no_warning(tmp_path: Path, caplog: pyt
     writer.wait_for_set()
     writer.save(tokens[: 64 * 2], blocks)
     (left,) = tmp_path.glob("v2/*/*.kvseg")
-    wanted = [
-        WantedChunk(key, writer.store.namespace_id, tuple(blocks[: writer.chunk_blocks]))
-        for key in writer.keys(tokens)[2:]
-    ]
-    plan = writer.store.plan_save(wanted)
-    assert plan is not None
+    plan = writer.plan(tokens, blocks)
     writer.store.reset()
-    deadline = time.monotonic() + 20
-    while left.parent.exists():
-        assert time.monotonic() < deadline, "a segment that no lookup can name again stays"
-        time.sleep(0.02)
-    (rank,) = writer.transfers
-    rank.save(plan)
-    assert rank.drain(20)
+    wait_until(lambda: not left.parent.exists(), "the end of a segment that no lookup can name again", 20)
+    writer.run_save(plan)
     writer.close()
     assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert not left.parent.exists(), "records that were written late stay"
