@@ -32,10 +32,17 @@ def blocks_of(chunk: int, request: str = "r") -> ChunkBlocks:
 
 
 class Telling:
-    """Announcements over an index in memory. A request's chunk n has the key `keys([n])[0]`."""
+    """Announcements over an index in memory. A request's chunk n has the key `keys([n])[0]`.
 
-    def __init__(self, writers: int = 1, bounds: Bounds | None = None, index: Index | None = None) -> None:
+    stored: chunks of the index's set 1, which is there only with some.
+    """
+
+    def __init__(
+        self, stored: Iterable[int] = (), writers: int = 1, bounds: Bounds | None = None, index: Index | None = None
+    ) -> None:
         self.index = index or MemoryIndex()
+        if stored:
+            put_set(self.index, 1, stored)
         self.described: list[tuple[str, int]] = []
         self.told = Announcements(self._describe, self.index, BLOCKS, writers, bounds)
 
@@ -64,8 +71,7 @@ def removed(*chunks: int) -> list[Change]:
 
 
 def test_what_is_found_is_told_once_in_the_order_of_the_prompt() -> None:
-    telling = Telling()
-    put_set(telling.index, 1, range(3))
+    telling = Telling(range(3))
     telling.look_up(range(5))
     telling.look_up(range(5))
     assert telling.take() == added(0, 1, 2) and telling.take() == []
@@ -74,8 +80,7 @@ def test_what_is_found_is_told_once_in_the_order_of_the_prompt() -> None:
 
 
 def test_chunks_behind_a_hit_of_the_engines_own_name_their_parent() -> None:
-    telling = Telling()
-    put_set(telling.index, 1, range(4))
+    telling = Telling(range(4))
     telling.look_up([2, 3], first_chunk=2)
     (second, third) = telling.take()
     assert isinstance(second, Added) and isinstance(third, Added)
@@ -105,20 +110,14 @@ def test_a_chunk_that_was_not_saved_is_announced_when_it_is_saved_later(first: S
         assert telling.take() == expected
 
 
-def test_a_chunk_of_several_ranks_is_told_when_all_have_written_it() -> None:
+@pytest.mark.parametrize("slots", [(0, 0), (5, 6, 6)], ids=["one plan", "an older plan"])
+def test_a_chunk_of_several_ranks_is_told_when_all_have_written_it(slots: tuple[int, ...]) -> None:
+    """Answers to an older plan do not count for a newer one."""
     telling = Telling(writers=2)
     telling.told.wanted("r", 0, keys([0]))
-    for expected in ([], added(0)):
-        telling.told.saved([SaveDone(keys([0])[0], 1, 0, SAVED)])
-        assert telling.take() == expected
-
-
-def test_answers_to_an_older_plan_do_not_count_for_a_newer_one() -> None:
-    telling = Telling(writers=2)
-    telling.told.wanted("r", 0, keys([0]))
-    for slot, expected in ((5, []), (6, []), (6, added(0))):
+    for number, slot in enumerate(slots, start=1):
         telling.told.saved([SaveDone(keys([0])[0], 1, slot, SAVED)])
-        assert telling.take() == expected
+        assert telling.take() == (added(0) if number == len(slots) else [])
 
 
 def test_what_was_told_as_saved_is_not_told_as_found() -> None:
@@ -160,8 +159,7 @@ def test_what_the_index_says_of_an_epoch_that_ended_meanwhile_is_not_told() -> N
 
 
 def test_an_evicted_set_takes_back_what_lay_in_it_and_nothing_else() -> None:
-    telling = Telling()
-    put_set(telling.index, 1, [0, 1])
+    telling = Telling([0, 1])
     put_set(telling.index, 2, [2, 3])
     telling.look_up(range(4))
     telling.told.check()
@@ -191,8 +189,7 @@ def test_all_sets_are_asked_for_in_turn() -> None:
 
 def test_a_single_chunk_that_was_lost_is_taken_back_after_a_lookup_missed_it() -> None:
     """As one whose bytes were found bad, and which a worker took out of the index."""
-    telling = Telling()
-    put_set(telling.index, 1, [0, 1, 2])
+    telling = Telling([0, 1, 2])
     telling.look_up(range(3))
     telling.take()
     assert telling.index.retract(keys([1])[0], at(1, 1))
@@ -204,8 +201,7 @@ def test_a_single_chunk_that_was_lost_is_taken_back_after_a_lookup_missed_it() -
 
 
 def test_a_chunk_that_came_back_in_another_set_stays_told() -> None:
-    telling = Telling()
-    put_set(telling.index, 1, [0])
+    telling = Telling([0])
     telling.look_up([0])
     telling.index.remove_set(1)
     put_set(telling.index, 2, [0])
@@ -227,8 +223,7 @@ class SilentIndex(MemoryIndex):
 
 
 def test_an_index_that_does_not_answer_takes_nothing_back() -> None:
-    telling = Telling(index=(index := SilentIndex()))
-    put_set(index, 1, [0, 1])
+    telling = Telling([0, 1], index=(index := SilentIndex()))
     telling.look_up([0, 1])
     telling.take()
     index.remove_set(1)
@@ -248,8 +243,7 @@ def test_a_strange_entry_is_not_told() -> None:
 
 
 def test_a_request_that_the_engine_does_not_have_any_more_is_not_told() -> None:
-    telling = Telling()
-    put_set(telling.index, 1, [0])
+    telling = Telling([0])
     telling.look_up([0], request="gone")
     telling.told.wanted("gone", 0, keys([5]))
     telling.told.saved([SaveDone(keys([5])[0], 1, 0, SAVED)])
@@ -259,8 +253,7 @@ def test_a_request_that_the_engine_does_not_have_any_more_is_not_told() -> None:
 
 
 def test_after_a_reset_all_is_taken_back_and_nothing_late_is_told() -> None:
-    telling = Telling()
-    put_set(telling.index, 1, [0, 1])
+    telling = Telling([0, 1])
     telling.look_up([0, 1])
     telling.told.wanted("r", 2, keys([2]))
     telling.save([3], PRESENT)
@@ -274,16 +267,14 @@ def test_after_a_reset_all_is_taken_back_and_nothing_late_is_told() -> None:
 
 
 def test_a_step_takes_no_more_than_it_asks_for() -> None:
-    telling = Telling()
-    put_set(telling.index, 1, range(10))
+    telling = Telling(range(10))
     telling.look_up(range(10))
     assert telling.told.take(4) == added(0, 1, 2, 3) and telling.told.has_waiting
     assert telling.told.take(MANY) == added(4, 5, 6, 7, 8, 9) and not telling.told.has_waiting
 
 
 def test_beyond_what_is_remembered_the_longest_unused_is_taken_back() -> None:
-    telling = Telling(bounds=Bounds(announced=3))
-    put_set(telling.index, 1, range(4))
+    telling = Telling(range(4), bounds=Bounds(announced=3))
     telling.look_up(range(3))
     telling.look_up([0])
     telling.look_up([3], first_chunk=3)
@@ -291,8 +282,7 @@ def test_beyond_what_is_remembered_the_longest_unused_is_taken_back() -> None:
 
 
 def test_while_nobody_takes_changes_no_more_are_told_of_and_they_are_told_later() -> None:
-    telling = Telling(bounds=Bounds(waiting=2))
-    put_set(telling.index, 1, range(4))
+    telling = Telling(range(4), bounds=Bounds(waiting=2))
     telling.look_up(range(4))
     assert telling.take() == added(0, 1)
     telling.look_up(range(4))
@@ -398,8 +388,7 @@ def test_a_watcher_that_fails_ends_no_request() -> None:
 
 def test_one_record_more_than_the_set_had_is_found_too() -> None:
     """A set that is still being filled: chunks of it are told as they come."""
-    telling = Telling()
-    put_set(telling.index, 1, [0])
+    telling = Telling([0])
     telling.look_up([0, 1])
     assert telling.index.publish([record(1, at(1, 1))]) == 1
     telling.look_up([0, 1])

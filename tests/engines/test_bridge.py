@@ -2,7 +2,7 @@
 
 import logging
 import pickle
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import pytest
@@ -40,6 +40,13 @@ class Scene:
 
     def store_chunks(self, count: int) -> None:
         self.store.stored.update(self.keys()[:count])
+
+    def loading(self, count: int = 4) -> Self:
+        """Have the request begin to load so many chunks."""
+        self.store_chunks(count)
+        assert self.bridge.hit_tokens("r", 0) == count * CHUNK
+        self.bridge.begin_load("r", BLOCKS, count * CHUNK)
+        return self
 
 
 def blocks_of(plan: SavePlan | LoadPlan | None) -> list[tuple[int, ...]]:
@@ -244,11 +251,7 @@ def test_nothing_is_gathered_from_blocks_that_the_request_does_not_have() -> Non
 
 def test_a_request_that_ends_while_it_loads_saves_nothing() -> None:
     """Its blocks are being written by the load."""
-    scene = Scene()
-    scene.store_chunks(2)
-    n_tokens = scene.bridge.hit_tokens("r", 0)
-    assert n_tokens == 128
-    scene.bridge.begin_load("r", BLOCKS, n_tokens)
+    scene = Scene().loading(2)
     scene.bridge.finish("r", 128, BLOCKS)
     assert scene.bridge.take_step().before is None
     scene.bridge.loads_ended({"r"}, frozenset())
@@ -256,9 +259,7 @@ def test_a_request_that_ends_while_it_loads_saves_nothing() -> None:
 
 def test_a_failed_load_is_never_tried_again() -> None:
     """I11, also when the block fails in an earlier step than the request is reported."""
-    scene = Scene()
-    scene.store_chunks(4)
-    scene.bridge.begin_load("r", BLOCKS, scene.bridge.hit_tokens("r", 0) or 0)
+    scene = Scene().loading()
     scene.bridge.take_step()
     scene.bridge.loads_ended((), {105})
     scene.bridge.loads_ended({"r"}, frozenset())
@@ -266,9 +267,7 @@ def test_a_failed_load_is_never_tried_again() -> None:
 
 
 def test_another_requests_failure_is_not_ours() -> None:
-    scene = Scene()
-    scene.store_chunks(4)
-    scene.bridge.begin_load("r", BLOCKS, scene.bridge.hit_tokens("r", 0) or 0)
+    scene = Scene().loading()
     scene.bridge.loads_ended({"r", "unknown"}, {7, 8})
     assert scene.bridge.hit_tokens("r", 0) == 256
 
@@ -312,9 +311,7 @@ def test_reset_keeps_what_is_in_the_engine_out_of_the_new_epoch() -> None:
 
 
 def test_reset_during_a_load_says_so() -> None:
-    scene = Scene()
-    scene.store_chunks(4)
-    scene.bridge.begin_load("r", BLOCKS, scene.bridge.hit_tokens("r", 0) or 0)
+    scene = Scene().loading()
     assert not scene.bridge.reset(blocks_in_use=False)
 
 

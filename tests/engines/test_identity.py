@@ -77,11 +77,12 @@ def folder(tmp_path: Path) -> Path:
     return model_folder(tmp_path / "model")
 
 
-def test_parallel_sizes_and_paths_are_not_in_the_namespace(folder: Path, tmp_path: Path) -> None:
+def test_parallel_sizes_and_paths_are_not_in_the_namespace_and_weights_are(folder: Path, tmp_path: Path) -> None:
     base = identity(engine(folder)).namespace.id
     assert identity(engine(folder, tensor=2)).namespace.id == base
     assert identity(engine(folder, stages=2), names=LAYERS[:2]).namespace.id == base
     assert identity(engine(model_folder(tmp_path / "elsewhere"))).namespace.id == base
+    assert identity(engine(model_folder(tmp_path / "other value", 2.0))).namespace.id != base
 
 
 @pytest.mark.parametrize(
@@ -115,11 +116,6 @@ def test_a_file_that_overrides_name_is_told_by_its_content(folder: Path, tmp_pat
 @pytest.mark.parametrize("changes", [{"epoch": 1}, {"model_tag": "x"}, {"chunk_tokens": 128}], ids=str)
 def test_settings_that_change_the_namespace(folder: Path, changes: dict[str, Any]) -> None:
     assert identity(engine(folder), **changes).namespace.id != identity(engine(folder)).namespace.id
-
-
-def test_another_value_in_one_tensor_is_another_namespace(folder: Path, tmp_path: Path) -> None:
-    other = model_folder(tmp_path / "other", 2.0)
-    assert identity(engine(other)).namespace.id != identity(engine(folder)).namespace.id
 
 
 def test_old_and_new_spellings_of_rope_are_the_same(folder: Path) -> None:
