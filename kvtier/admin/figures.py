@@ -7,7 +7,7 @@ from typing import get_args
 from kvtier.admin.answers import Latencies, LatencySummary, Prefix, Rates, TierFill, Totals, Worker
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import summed
-from kvtier.scheduler.engine_report import Latency, What, WorkerReport, hit_ratio
+from kvtier.scheduler.engine_report import Latency, Operation, WorkerReport, hit_ratio
 
 PREFIXES_SHOWN = 32
 INTERVAL_S_MIN = 1e-3  # shortest interval of a report from which rates are computed, seconds
@@ -47,7 +47,7 @@ def rates_of(reports: Sequence[WorkerReport]) -> Rates:
 
 
 def latencies_of(reports: Sequence[WorkerReport]) -> Latencies:
-    found = {what: _summary([getattr(report, what) for report in reports]) for what in get_args(What)}
+    found = {what: _summary([getattr(report, what) for report in reports]) for what in get_args(Operation)}
     return Latencies(**found)
 
 

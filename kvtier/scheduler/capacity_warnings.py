@@ -18,9 +18,9 @@ COMPARE_INTERVAL_S = 600.0
 
 
 def beyond_the_disk(capacity_bytes: int, room_bytes: int) -> str:
-    """Return the warning for a capacity that the root's disk has no room for; "" when it has.
+    """Return a warning if the root's disk has no room for the capacity, else "".
 
-    room_bytes: what is free there for the tier, and what its segments take.
+    room_bytes: free bytes that the tier may use, and those of its segments.
     """
     if capacity_bytes <= room_bytes:
         return ""
@@ -43,7 +43,7 @@ class CapacityWatch:
 
     def look(self, now_s: float) -> None:
         """Check the capacity; called at each renewal of the lease. Raises IndexUnavailable."""
-        if not self._knows_disk and not self._index.was_reset:  # an index that is to be made anew knows of no segment
+        if not self._knows_disk and not self._index.was_reset:  # an index that must be rebuilt lists no segment
             self._look_at_disk()
         if now_s >= self._compare_s:
             self._compare(now_s)
@@ -53,7 +53,7 @@ class CapacityWatch:
         self._knows_disk = True
         try:
             room_bytes = used_bytes + max(0, self._free_bytes())
-        except OSError:  # the root is gone; what saves meet there tells more
+        except OSError:  # the root is gone; failing saves log why
             return
         if fault := beyond_the_disk(self._capacity_bytes, room_bytes):
             log.warning("%s", fault)
@@ -64,7 +64,7 @@ class CapacityWatch:
             with suppress(Corrupt):
                 report = WorkerReport.read(note)
                 other_bytes = report.capacity_bytes
-                if other_bytes is None or report.owner == self._owner:  # None: it is of a release before this one
+                if other_bytes is None or report.owner == self._owner:  # None: an older release does not report it
                     continue
                 if other_bytes != min(self._capacity_bytes, COUNT_MAX):
                     log.warning(

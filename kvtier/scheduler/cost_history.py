@@ -21,7 +21,7 @@ from kvtier.scheduler.load_threshold import Costs, LoadCost
 from kvtier.storage.root_owner import host_key
 
 PREFIX = "costs/"
-KEPT_S = 30 * 86400.0
+KEPT_S = 30 * 86400.0  # time until an unchanged record expires, seconds
 CHANGE = 0.1  # relative change of a cost from which on the record is rewritten
 _NAMES = ("prefill_token_s", "load_fixed_s", "load_token_s")
 NOTE_BYTES_MAX = 1024  # longest record that is read, bytes
@@ -56,9 +56,10 @@ def unpack(note: bytes) -> Costs:
 
 
 class KeptCosts:
-    """`refresh` is called from one thread, and waits for the index; the attributes may be used from any.
+    """Record of costs in the index. `refresh` waits for the index and is called from one thread; any may use the
+    attributes.
 
-    expected: what an engine like this one saw; None: none is known. latest: what this one has seen, to be kept.
+    expected: costs of an earlier engine like this one; None: not known. latest: costs that this engine has measured.
     """
 
     def __init__(self, index: Index, name: str) -> None:
@@ -70,7 +71,7 @@ class KeptCosts:
         self._was_recalled = False
 
     def refresh(self, now_s: float) -> None:
-        """Reads what was kept, the first time, and keeps what was seen. Raises IndexUnavailable."""
+        """Read the record in the first call, and replace it when the measured costs differ. Raises IndexUnavailable."""
         if not self._was_recalled:
             note = self._index.notes(self._name, now_s).get(self._name)
             self._was_recalled = True

@@ -4,7 +4,7 @@ The Reporter runs in the engine's scheduler process and receives the workers' fi
 writes the report whenever it renews the engine's lease. So each report in the index is of a living engine, and the
 admin service connects to no engine.
 
-A report is at most REPORT_BYTES_MAX long. It is untrusted input: every process with access to the index can write one.
+A report has at most REPORT_BYTES_MAX bytes. It is untrusted input: any process with access to the index can write one.
 All times are seconds since the epoch; all counters are sums since the engine's start.
 """
 
@@ -36,7 +36,7 @@ COUNTED_PREFIXES_MAX = 256
 # Upper bounds of the buckets of a Latency, seconds; a last bucket has none.
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-What = Literal["lookup", "load", "save"]
+Operation = Literal["lookup", "load", "save"]
 Label = Annotated[str, Field(max_length=LABEL_CHARS_MAX)]
 COUNT_MAX = 1 << 62
 Count = Annotated[int, Field(ge=0, le=COUNT_MAX)]
@@ -82,8 +82,8 @@ class ArenaFill(BaseModel):
 
 
 class TopPrefix(BaseModel):
-    """The prefix that ends with chunk `key`. tokens: that the last load of it brought. hits: loads; a little too many
-    for one that was not always among those that are counted."""
+    """The prefix that ends with chunk `key`. tokens: size of its last load. hits: number of its loads; too high where
+    the prefix took over another's count (see COUNTED_PREFIXES_MAX)."""
 
     model_config = _FROZEN
     key: HexId
@@ -92,15 +92,15 @@ class TopPrefix(BaseModel):
 
 
 class WorkerReport(BaseModel):
-    """One engine, all its ranks.
+    """Report of one engine, over all its ranks.
 
-    counters: see kvtier.runtime.metrics; recent: how much each grew in the last `interval_s` seconds.
-    read_ceiling_bytes_s: what the storage gave when it was calibrated; None: not measured (without a GPU it never is).
-    prefill_token_s: what computing a token takes, measured from the engine's own steps; None: no long prefill yet.
-    capacity_bytes: of the root, by the engine's settings; None: it does not tell.
-    ttft_saved_s: sum over loads of what their tokens would have taken to compute, less what the loads took; None: not
-    measured, for no step of PREFILL_TOKENS_MIN tokens was timed yet. ttft_saved_recent_s: how much it grew in the last
-    `interval_s` seconds.
+    counters: see kvtier.runtime.metrics; recent: growth of each in the last `interval_s` seconds.
+    read_ceiling_bytes_s: read rate of the storage at calibration; None: not measured (without a GPU it never is).
+    prefill_token_s: time to compute a token, measured in the engine's own steps; None: no long prefill yet.
+    capacity_bytes: of the root, by the engine's settings; None: not reported.
+    ttft_saved_s: time to compute the loaded tokens, less the time of their loads, summed over loads; None: not known,
+    because neither this engine nor an earlier one like it has timed a step of PREFILL_TOKENS_MIN tokens.
+    ttft_saved_recent_s: its growth in the last `interval_s` seconds.
     """
 
     model_config = _FROZEN
@@ -131,7 +131,8 @@ class WorkerReport(BaseModel):
     top_prefixes: Annotated[tuple[TopPrefix, ...], Field(max_length=TOP_PREFIXES)] = ()
 
     def note(self) -> bytes:
-        """At most REPORT_BYTES_MAX bytes; what does not fit is left out, the top prefixes first."""
+        """Return the report as JSON of at most REPORT_BYTES_MAX bytes, without the top prefixes if it is too long, and
+        then without the counters."""
         for kept in (self, self.model_copy(update={"top_prefixes": ()})):
             data = kept.model_dump_json().encode()
             if len(data) <= REPORT_BYTES_MAX:
@@ -140,7 +141,7 @@ class WorkerReport(BaseModel):
 
     @classmethod
     def read(cls, note: bytes) -> WorkerReport:
-        """Raises Corrupt for a note that is not a report."""
+        """Parse a report. Raises Corrupt if `note` is none."""
         if len(note) > REPORT_BYTES_MAX:
             raise Corrupt(f"worker report: {len(note)} bytes")
         try:
@@ -181,7 +182,7 @@ class RankFigures:
 
 @dataclass(slots=True)
 class Times:
-    """A Latency in the making: cheap to add to, for the scheduler's thread does so with each chunk that was saved."""
+    """Mutable form of Latency, cheap to update: the scheduler's thread adds the time of each saved chunk."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
     sum_s: float = 0.0
@@ -201,12 +202,12 @@ class _EngineFigures:
     counters: dict[str, float] = field(default_factory=dict)
     arenas: tuple[ArenaFill, ...] = ()
     ceiling_bytes_s: float | None = None
-    times: dict[What, Times] = field(default_factory=lambda: {what: Times() for what in get_args(What)})
+    times: dict[Operation, Times] = field(default_factory=lambda: {name: Times() for name in get_args(Operation)})
     prefill_token_s: float | None = None
-    expected_token_s: float | None = None  # of an engine like this one, until a prefill of this one was timed
+    expected_token_s: float | None = None  # prefill_token_s of an earlier engine like this one
     saved_s: float | None = None
-    load_tokens: float = 0.0  # of loads that ended before a prefill was timed, a rank, tokens
-    load_s: float = 0.0  # what these loads took, a rank, seconds
+    load_tokens: float = 0.0  # tokens of loads that are not in saved_s yet; mean of the ranks
+    load_s: float = 0.0  # time of these loads, seconds; mean of the ranks
     hits: dict[bytes, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -224,9 +225,9 @@ class Reporter:
         self._last_counters: Mapping[str, float] = {}
         self._last_saved_s = 0.0
 
-    def took(self, what: What, seconds: float) -> None:
+    def took(self, operation: Operation, seconds: float) -> None:
         with self._lock:
-            self._seen.times[what].add(seconds)
+            self._seen.times[operation].add(seconds)
 
     def add(self, figures: RankFigures) -> None:
         """Add the merged figures of all ranks."""
@@ -236,7 +237,7 @@ class Reporter:
             self._seen.ceiling_bytes_s = figures.read_ceiling_bytes_s or self._seen.ceiling_bytes_s
 
     def saw_load(self, tokens: int, seconds: float) -> None:
-        """Book that one rank's part of a load ended."""
+        """Record that one rank's part of a load ended."""
         self.took("load", seconds)
         with self._lock:
             self._seen.load_tokens += tokens / self._about.ranks
@@ -244,20 +245,21 @@ class Reporter:
             self._count_loads()
 
     def saw_step(self, tokens: int, seconds: float) -> None:
-        """Book a step of the engine that computed `tokens` tokens in all."""
+        """Record a step of the engine that computed `tokens` tokens over all requests."""
         if tokens >= PREFILL_TOKENS_MIN and seconds > 0:
             with self._lock:
                 self._seen.prefill_token_s = running_mean(self._seen.prefill_token_s, seconds / tokens)
                 self._count_loads()
 
     def expect(self, prefill_token_s: float) -> None:
-        """Take what computing a token took in an engine like this one, until a prefill of this one was timed."""
+        """Set the time to compute a token in an earlier engine like this one. It applies until this one has timed a
+        prefill."""
         with self._lock:
             self._seen.expected_token_s = prefill_token_s
             self._count_loads()
 
     def _count_loads(self) -> None:
-        """Turn loads into time saved, also those that ended before it was known what computing takes."""
+        """Add the loads to the time saved, once the time to compute a token is known."""
         seen = self._seen
         token_s = seen.prefill_token_s or seen.expected_token_s
         if token_s is not None:
@@ -265,7 +267,7 @@ class Reporter:
             seen.load_tokens = seen.load_s = 0.0
 
     def saw_hit(self, key: bytes, tokens: int) -> None:
-        """Book that a load of the prefix that ends with chunk `key` was planned."""
+        """Record that a load of the prefix that ends with chunk `key` was planned. tokens: size of the load."""
         with self._lock:
             hits, count = self._seen.hits, 0
             if key in hits:
@@ -276,7 +278,7 @@ class Reporter:
             hits[key] = (tokens, count + 1)
 
     def report(self, now_s: float, namespace: bytes) -> WorkerReport:
-        """namespace: the one that the engine is in now."""
+        """Return the report. Its recent figures count from the last call. namespace: id of the current one."""
         with self._lock:
             seen, about = self._seen, self._about
             counters = summed((self._metrics.total(), seen.counters))
@@ -299,7 +301,7 @@ class Reporter:
                 interval_s=max(0.0, now_s - self._last_s),
                 counters=counters,
                 recent={name: value for name, value in recent.items() if value},
-                **{what: times.latency() for what, times in seen.times.items()},
+                **{name: times.latency() for name, times in seen.times.items()},
                 read_ceiling_bytes_s=seen.ceiling_bytes_s,
                 prefill_token_s=seen.prefill_token_s,
                 ttft_saved_s=seen.saved_s,
@@ -312,7 +314,7 @@ class Reporter:
 
 
 def hit_ratio(counters: Mapping[str, float]) -> float | None:
-    """Tokens handed to a load, whatever came of it, among those that were looked up; None when none were."""
+    """Return the share of looked-up tokens for which a load was planned, even if it failed; None without lookups."""
     asked = counters.get(names.LOOKUP_TOKENS, 0.0)
     return min(1.0, counters.get(names.HIT_TOKENS, 0.0) / asked) if asked else None
 

@@ -58,10 +58,10 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Weighted sums over loads, of how their cost depends on both parts of `LoadCost`: a least-squares fit.
+    """Least-squares fit of the corrections x of `fixed_s` and z of `token_s`, in units of the spreads: weighted sums.
 
-    A load of n tokens is a row u x + v z = t, in units of the spreads: u and v are the parts' shares, and t is what it
-    took more than was calibrated. Rows are seconds a token, so that long loads do not drown short ones.
+    A load of n tokens is an equation u x + v z = t. u and v are the shares of both costs in it, and t is the time that
+    it took beyond the calibrated cost. Equations are scaled to seconds a token, or long loads would outweigh others.
     """
 
     weight: float = 0.0
@@ -80,8 +80,8 @@ class _Fit:
         return _Fit(*(factor * value for value in astuple(self)))
 
     def solve(self) -> tuple[float, float]:
-        """(x, z), held near 0 as far as the loads do not tell."""
-        # Together, many loads weigh 1 / EMA_ALPHA.
+        """Return (x, z): near 0 until enough loads were measured (ridge regression)."""
+        # The weights of many loads add up to 1 / EMA_ALPHA.
         held = max(PRIOR_WEIGHT_MIN, PRIOR_WEIGHT * (1 - EMA_ALPHA * self.weight))
         uu, vv = self.uu + held, self.vv + held
         scale = uu * vv - self.uv * self.uv
