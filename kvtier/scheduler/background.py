@@ -186,7 +186,7 @@ class Keeper:
         if now < self._due.looked_s - SET_BACK_S:
             self._due = _Due(SweepTurns(self._plan.owner), RepeatedLog(self._housekeeper.clock))
             for supply in self.supplies.all():
-                supply.room.clear()
+                supply.backoff.clear()
         self._due.looked_s = now
         for duty in (
             self._renew_lease,
@@ -372,14 +372,14 @@ class Keeper:
             if self._space.room.is_waiting(now, free_bytes):
                 return
         if self._space.refused_bytes is not None:
-            if not any(supply.room.is_resting(now) for supply in supplies.all()):
+            if not any(supply.backoff.is_resting(now) for supply in supplies.all()):
                 self._space.refused_bytes = None
             elif self._capacity_bytes(now) >= self._space.refused_bytes + self._plan.set_bytes:
                 self._space.refused_bytes = None
                 for supply in supplies.all():
-                    supply.room.clear()
+                    supply.backoff.clear()
         for supply in supplies.all():
-            while supply.wants_set() and not supply.room.is_resting(now):
+            while supply.wants_set() and not supply.backoff.is_resting(now):
                 if not self._make_set(namespace, supply, now):
                     break
 
@@ -405,7 +405,7 @@ class Keeper:
         if set_id is None:
             self._space.refused_bytes = capacity_bytes
             self._due.sweep.want()  # the open sets of dead writers may fill the root; only a sweep closes them
-            pause_s, full = supply.room.refused(now), self._plan.capacity_bytes
+            pause_s, full = supply.backoff.refused(now), self._plan.capacity_bytes
             why = self._evictor.why_no_room(need, capacity_bytes, full)
             self._due.log.warning(
                 f"no room {supply.tenant}",
@@ -414,7 +414,7 @@ class Keeper:
                 pause_s,
             )
             return False
-        supply.room.worked()
+        supply.backoff.worked()
         self._done_with.to_drop.remove(set_id)
         supply.offer(set_id)
         return True

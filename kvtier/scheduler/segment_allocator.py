@@ -29,14 +29,14 @@ class _Set:
 
 class SetSupply:
     """Allocator of one tenant: one set is being filled and up to `spares_max` are ready, because a long prompt may
-    fill several in one step. used_s: time at which a chunk was last planned. room: back-off after a set could not be
+    fill several in one step. used_s: time at which a chunk was last planned. backoff: pause after a set could not be
     created."""
 
     def __init__(self, slots: int, spares_max: int, tenant: str = "") -> None:
         self.slots = slots
         self.tenant = tenant
         self.used_s = 0.0
-        self.room = Backoff()
+        self.backoff = Backoff()
         self._spares_max = spares_max
         self._lock = threading.Lock()
         self._sets: dict[int, _Set] = {}  # unsettled sets by id; those without a taken slot are ready
@@ -178,7 +178,7 @@ class Supplies:
             return list(self._by_tenant.values())
 
     def want_sets(self, now_s: float) -> bool:
-        return any(supply.wants_set() and not supply.room.is_resting(now_s) for supply in self.all())
+        return any(supply.wants_set() and not supply.backoff.is_resting(now_s) for supply in self.all())
 
     @property
     def n_unused(self) -> int:
@@ -194,7 +194,7 @@ class Supplies:
         for supply in self.all():
             ids = supply.take_settled(now_s)
             if ids:
-                supply.room.clear()  # once closed, these sets may be evicted to make room
+                supply.backoff.clear()  # once closed, these sets may be evicted to make room
             settled += ids
         return settled
 

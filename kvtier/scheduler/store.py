@@ -20,7 +20,7 @@ from kvtier.scheduler.background import Keeper
 from kvtier.scheduler.cost_history import KeptCosts
 
 KNOWN_KEYS_MAX = 262_144  # keys remembered as stored or being saved: 64 million tokens, about 30 MiB
-REST_S = 1.0  # pause of planned saves after a worker backed off, seconds; workers back off by their own, longer clock
+REST_S = 1.0  # pause in planning saves after a worker backed off, seconds; workers themselves back off for longer
 ANSWER_LOST_S = 60.0  # time after which a save without an answer counts as lost, seconds
 REFUSED_KEYS_MAX = 4096  # keys remembered of chunks that the codec refused: their prompts may be asked again
 REFUSED_S = 600.0  # time until a refused chunk is tried again, seconds: the cause may have been one request's
@@ -222,7 +222,7 @@ class Store:
         place = supply.take(now_s)
         if place is not None:
             return place
-        is_refused = bool(chunk.tenant) and supply.room.is_resting(now_s)
+        is_refused = bool(chunk.tenant) and supply.backoff.is_resting(now_s)
         return names.SKIPPED_QUOTA if is_refused else names.SKIPPED_NO_SPACE
 
     def expect(self, tenant: str) -> None:
@@ -234,7 +234,7 @@ class Store:
         """Return True if no set is ready for chunks of this tenant but one is expected soon."""
         now = self._clock()
         supply = self._keeper.supplies.of(tenant, now)
-        return supply.is_coming(now) and not supply.room.is_resting(now)
+        return supply.is_coming(now) and not supply.backoff.is_resting(now)
 
     def is_known(self, key: bytes) -> bool:
         """Return True if the chunk is believed to be stored or being saved."""

@@ -336,7 +336,7 @@ def test_a_tenant_whose_sets_may_not_go_is_not_saved_and_that_is_counted(tmp_pat
         put(engine.store._keeper._index, 900 + number, **one)
     engine.store._keeper._index.acquire_lease("writer/other", "other", time.time(), 1000.0)
     assert save_for(engine, "red", 1, wait_s=0.5) is None
-    wait_until(lambda: engine.store._keeper.supplies.of("red", time.time()).room.is_resting(time.time()))
+    wait_until(lambda: engine.store._keeper.supplies.of("red", time.time()).backoff.is_resting(time.time()))
     assert save_for(engine, "red", 1, wait_s=0.5) is None
     assert engine.store.metrics.total()["skipped_chunks_quota"] > 0
     assert save_for(engine, "blue", 2) is not None, "others are saved all the same"

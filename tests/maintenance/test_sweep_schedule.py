@@ -102,7 +102,7 @@ def test_an_engine_whose_clock_is_set_back_goes_on_with_its_duties(tmp_path: Pat
     keeper = cluster.keepers[0]
     cluster.run(1.0, [keeper])
     keeper.supplies.forget(keeper.supplies.set_ids())
-    keeper.supplies.all()[0].room.refused(cluster.now_s)
+    keeper.supplies.all()[0].backoff.refused(cluster.now_s)
     cluster.index.release_lease(writer_lease("engine-0"), "engine-0")
     cluster.now_s -= 3600.0
     assert cluster.index.lease_owner(writer_lease("engine-0"), cluster.now_s) is None

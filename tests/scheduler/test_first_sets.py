@@ -112,5 +112,5 @@ def test_a_tenant_that_gets_no_set_is_not_waited_for(tmp_path: Path) -> None:
     engine.wait_for_set()
     engine.store._keeper._ticker.close(5.0)  # type: ignore[union-attr]
     assert engine.store.is_set_coming("blue")
-    engine.store._keeper.supplies.of("blue", time.time()).room.refused(time.time())
+    engine.store._keeper.supplies.of("blue", time.time()).backoff.refused(time.time())
     assert not engine.store.is_set_coming("blue"), "it is at its quota"
