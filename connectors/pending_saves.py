@@ -116,6 +116,7 @@ class PendingSaves:
         for answer in done:
             if self._store.is_stored(answer.key):
                 self.late.stored(answer.key)
+                self._pacing.stored()
             elif answer.outcome is SaveOutcome.QUEUE_FULL and (
                 answer.key in slots_lost or self._store.is_known(answer.key)
             ):  # another rank wrote the chunk, or has not answered and most likely takes it

@@ -3,6 +3,9 @@
 WINDOW_MIN = 8  # chunks of the first step after a refusal
 WINDOW_MAX = 1024  # chunks; a window beyond is none
 PAUSE_MAX = 31  # steps; longest pause in planning after a slot was lost
+PAUSE_STORING_MAX = (
+    7  # steps; longest pause if a chunk was stored since the last one: ranks of unequal pace, none stuck
+)
 
 
 class SavePacing:
@@ -10,8 +13,9 @@ class SavePacing:
     are refused again: it begins small after each refusal, and doubles with each step without one.
 
     If one rank refuses a chunk that another takes, the one that takes it writes it into a new slot with each attempt.
-    So no chunk is planned for a pause after such a refusal: 1 step, then 3, 7 and so on up to PAUSE_MAX. Once steps
-    without a refusal have opened the window, pauses begin with 1 step again.
+    So no chunk is planned for a pause after such a refusal: 1 step, then 3, 7 and so on up to PAUSE_MAX, or up to
+    PAUSE_STORING_MAX while chunks are stored. Once steps without a refusal have opened the window, pauses begin with 1
+    step again.
     """
 
     def __init__(self) -> None:
@@ -28,6 +32,10 @@ class SavePacing:
         self._was_refused = True
         if not self._pause_left:  # a loss that is heard during a pause belongs to an attempt before it
             self._pause_left = self._pause = min(2 * self._pause + 1, PAUSE_MAX)
+
+    def stored(self) -> None:
+        """Note that all ranks took a chunk and that it is stored."""
+        self._pause = min(self._pause, PAUSE_STORING_MAX // 2)
 
     def next_window(self) -> int | None:
         """Return how many chunks this step may plan: 0 during a pause; None: any number. Call once a step."""

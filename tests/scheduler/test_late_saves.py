@@ -366,6 +366,23 @@ def test_a_rank_that_takes_no_chunk_does_not_make_the_other_write_it_a_hundred_t
     scene.engine.close()
 
 
+def test_a_rank_that_takes_one_chunk_of_each_attempt_is_offered_the_next_soon(tmp_path: Path) -> None:
+    """It is slower than the other, but not stuck."""
+    scene = Scene(tmp_path, engine=Engine(tmp_path, tensor_size=2))
+    plan, n_attempts, n_steps = planned_and_ended(scene, 6), 0, 0
+    while plan is not None or scene.bridge.has_pending_gathers():
+        if plan is not None:
+            n_chunks = len(plan.chunks)
+            refusals = answers(plan, SAVED, *(n_chunks - 1) * [QUEUE_FULL])
+            scene.bridge.saved(refusals + answers(plan, *n_chunks * [SAVED]))
+            n_attempts += 1
+        plan = scene.bridge.take_step(is_idle=True).before
+        n_steps += 1
+    assert all(scene.engine.store.is_stored(key) for key in scene.engine.keys(scene.tokens["r"]))
+    assert n_attempts == 6 and n_steps <= 40
+    scene.engine.close()
+
+
 def test_what_both_ranks_refused_is_planned_again_in_the_next_step(tmp_path: Path) -> None:
     """No slot was lost, however often they refuse."""
     scene = Scene(tmp_path, engine=Engine(tmp_path, tensor_size=2))

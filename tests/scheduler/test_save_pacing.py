@@ -12,7 +12,7 @@ from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.plan import SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.runtime import metrics as names
 from kvtier.scheduler.load_threshold import FixedLimit
-from kvtier.scheduler.save_pacing import PAUSE_MAX, WINDOW_MAX, WINDOW_MIN, SavePacing
+from kvtier.scheduler.save_pacing import PAUSE_MAX, PAUSE_STORING_MAX, WINDOW_MAX, WINDOW_MIN, SavePacing
 from tests.support.rig import BLOCK_TOKENS, Engine
 
 SAVED, QUEUE_FULL, FAILED = SaveOutcome.SAVED, SaveOutcome.QUEUE_FULL, SaveOutcome.FAILED
@@ -268,3 +268,11 @@ def test_after_a_slot_was_lost_steps_pause_ever_longer() -> None:
         pass
     pacing.slot_lost()
     assert [pacing.next_window() for _ in range(2)] == [0, WINDOW_MIN]
+
+
+def test_while_chunks_are_stored_pauses_stay_short() -> None:
+    pacing = SavePacing()
+    for pause in (1, 3, PAUSE_STORING_MAX, PAUSE_STORING_MAX):
+        pacing.slot_lost()
+        pacing.stored()
+        assert [pacing.next_window() for _ in range(pause + 1)] == pause * [0] + [WINDOW_MIN]
