@@ -106,6 +106,20 @@ def check_bytes(
     assert torch.equal(filled, theirs), "pages, and what lies around them"
 
 
+def check_refused(model: CodedModel, bad: Sequence[tuple[int, float, float]]) -> None:
+    """Chunks of one block, of which only those in the middle are refused. bad: (plane, value, factor) of one element of
+    the last token's vector of one head, and of all others of that vector."""
+    pages = gaussian(model.cache)
+    for block, (plane, value, factor) in enumerate(bad, start=1):
+        vector = pages.layers[0].planes[plane][block, 15, 1]
+        vector *= factor
+        vector[17] = value
+    moves = [Move(model.whole, (block,), model.slabs(model.whole)) for block in range(model.cache.blocks)]
+    wanted = [False, *(True for _ in bad), False]
+    for mover in (model.ours(pages), model.reference(pages)):
+        assert [verdict.is_refused for verdict in mover.encode(moves).wait()] == wanted
+
+
 def check_nothing_moves(ours: MakeMover, slabs: torch.Tensor, bad: tuple[Patch, tuple[int, ...], int]) -> None:
     """In chunks of two blocks of SMALLEST, also of the good move before it. slabs: of GOOD."""
     patch, block_ids, first_block = bad

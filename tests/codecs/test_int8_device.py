@@ -14,6 +14,7 @@ from tests.codecs.coded_checks import (
     Change,
     CodedModel,
     CodedSuite,
+    check_refused,
     check_whole,
     gaussian,
 )
@@ -153,17 +154,8 @@ def test_what_only_bf16_holds(change: Change) -> None:
 def test_a_chunk_with_what_cannot_be_kept_is_refused_and_no_other() -> None:
     """One element of one head's last token, of K or of V."""
     values = (float("nan"), float("inf"), float("-inf"), 2.0**50, -3e38)
-    bad = [(plane, value) for plane in (0, 1) for value in values]
-    cache = Cache("B2NHD", blocks=len(bad) + 2, layers=1, heads=2)
-    model = Model(cache)
-    pages = gaussian(cache)
-    for block, (plane, value) in enumerate(bad, start=1):
-        pages.layers[0].planes[plane][block, 15, 1, 17] = value
-    moves = [Move(model.whole, (block,), model.slabs(model.whole)) for block in range(cache.blocks)]
-    wanted = [False, *(True for _ in bad), False]
-    assert [verdict.is_refused for verdict in mover(pages, model.tokens, model.extent).encode(moves).wait()] == wanted
-    theirs = reference(pages, model.tokens, model.extent).encode(moves).wait()
-    assert [verdict.is_refused for verdict in theirs] == wanted
+    bad = [(plane, value, 1.0) for plane in (0, 1) for value in values]
+    check_refused(Model(Cache("B2NHD", blocks=len(bad) + 2, layers=1, heads=2)), bad)
 
 
 @pytest.mark.usefixtures("path")

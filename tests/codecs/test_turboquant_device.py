@@ -12,12 +12,13 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from kvtier.codecs.base import Mover
 from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.format.geometry import Extent, padded
-from kvtier.kernels.paged import Move, PagedKV, Patch
+from kvtier.kernels.paged import PagedKV, Patch
 from tests.codecs.coded_checks import (
     SMALLEST,
     Change,
     CodedModel,
     CodedSuite,
+    check_refused,
     check_whole,
     gaussian,
 )
@@ -25,7 +26,6 @@ from tests.codecs.turboquant_rig import (
     INTERPRETED,
     SMALL,
     TurboquantTiling,
-    encoded,
     mover,
     ptx_interpreted,
     reference,
@@ -165,18 +165,7 @@ def test_a_chunk_with_what_cannot_be_kept_is_refused_and_no_other() -> None:
     """One element of one head's last token, of K or of V; all else of that vector is scaled."""
     bad = [(plane, value, 1.0) for plane in (0, 1) for value in (float("nan"), float("inf"), float("-inf"), 1e30)]
     bad += [(1, value, 0.0) for value in (1e-40, 6e-36, 1e-7)]
-    cache = Cache("B2NHD", blocks=len(bad) + 2, layers=1, heads=2)
-    model = Model(cache)
-    pages = gaussian(cache)
-    for block, (plane, value, scale) in enumerate(bad, start=1):
-        vector = pages.layers[0].planes[plane][block, 15, 1]
-        vector *= scale
-        vector[17] = value
-    moves = [Move(model.whole, (block,), model.slabs(model.whole)) for block in range(cache.blocks)]
-    wanted = [False, *(True for _ in bad), False]
-    assert [verdict.is_refused for verdict in encoded(mover(pages, model.format, model.extent), moves)] == wanted
-    theirs = reference(pages, model.format, model.extent).encode(moves).wait()
-    assert [verdict.is_refused for verdict in theirs] == wanted
+    check_refused(Model(Cache("B2NHD", blocks=len(bad) + 2, layers=1, heads=2)), bad)
 
 
 def test_layers_of_different_dtypes_are_refused() -> None:

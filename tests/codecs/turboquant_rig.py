@@ -12,7 +12,6 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from kvtier.codecs.base import EncodeResult
 from kvtier.codecs.turboquant.codec import TurboquantCoder
 from kvtier.codecs.turboquant.layout import SlabFormat
 from kvtier.codecs.vectors import VectorPages
@@ -51,10 +50,6 @@ def sums_of(move: Move, held: Extent) -> tuple[int, ...]:
     return tuple(
         slab_checksum(slab, slab_seed(move.key, first_head + number, first_layer)) for number, slab in enumerate(slabs)
     )
-
-
-def encoded(ours: turboquant_device.CudaTurboquant, moves: Sequence[Move]) -> list[EncodeResult]:
-    return ours.encode(moves).wait()
 
 
 def ptx_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +91,6 @@ __all__ = [
     "INTERPRETED",
     "SMALL",
     "TurboquantTiling",
-    "encoded",
     "mover",
     "ptx_interpreted",
     "reference",
