@@ -131,29 +131,25 @@ def test_what_is_not_understood_is_refused(tensor: torch.Tensor) -> None:
         engine_pages({names()[0]: tensor}, names(1), shape)
 
 
-def test_a_tensor_that_fits_two_layouts_is_refused() -> None:
-    """With two blocks, (2, B, ...) and (B, 2, ...) look alike."""
-    with pytest.raises(ConfigError, match="several layouts"):
-        engine_pages(
-            {names()[0]: torch.zeros(2, 2, TOKENS, HEADS, K_SIZE)},
-            names(1),
-            CacheShape(2, TOKENS, HEADS, K_SIZE, K_SIZE),
-        )
+WHOLE = torch.zeros(BLOCKS, HEADS, TOKENS, 2 * K_SIZE)
 
 
-def test_layers_that_share_a_tensor_are_refused() -> None:
-    tensor = torch.zeros(BLOCKS, HEADS, TOKENS, 2 * K_SIZE)
-    with pytest.raises(ConfigError, match="share"):
-        engine_pages(dict.fromkeys(names(2), tensor), names(2), CacheShape(BLOCKS, TOKENS, HEADS, K_SIZE, K_SIZE))
-
-
-def test_a_layer_without_a_tensor_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"layers\.1"):
-        engine_pages(
-            {names()[0]: torch.zeros(BLOCKS, HEADS, TOKENS, 2 * K_SIZE)},
-            names(2),
-            CacheShape(BLOCKS, TOKENS, HEADS, K_SIZE, K_SIZE),
-        )
+@pytest.mark.parametrize(
+    ("tensors", "n_blocks", "text"),
+    [
+        ([torch.zeros(2, 2, TOKENS, HEADS, K_SIZE)], 2, "several layouts"),  # (2, B, ...) and (B, 2, ...) look alike
+        ([WHOLE, WHOLE], BLOCKS, "share"),
+        ([WHOLE, None], BLOCKS, r"layers\.1"),
+    ],
+    ids=["two layouts", "layers that share a tensor", "a layer without one"],
+)
+def test_tensors_that_do_not_tell_their_layers_are_refused(
+    tensors: list[torch.Tensor | None], n_blocks: int, text: str
+) -> None:
+    given = names(len(tensors))
+    found = {name: tensor for name, tensor in zip(given, tensors, strict=True) if tensor is not None}
+    with pytest.raises(ConfigError, match=text):
+        engine_pages(found, given, CacheShape(n_blocks, TOKENS, HEADS, K_SIZE, K_SIZE))
 
 
 def test_layers_are_ordered_by_number_not_by_name() -> None:

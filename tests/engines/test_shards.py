@@ -196,11 +196,7 @@ def test_swapped_shards_are_refused(copied: Path) -> None:
 
 def test_a_flipped_byte_is_refused(copied: Path) -> None:
     path = copied / "model-rank-0-part-0.safetensors"
-    with path.open("r+b") as file:
-        file.seek(-1000, os.SEEK_END)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1]))
+    flip(path, path.stat().st_size - 1000)
     with pytest.raises(WeightsDamaged, match="model-rank-0-part-0"):
         load(copied, RANKS, 0)
 
@@ -227,9 +223,7 @@ def test_a_damaged_checkpoint_is_not_sharded(checkpoint: Path, tmp_path: Path, c
     folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     assert main(["weights", "verify", str(folder), "--write"]) == 0
     path = sorted(folder.glob("*.safetensors"))[-1]
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
+    flip(path, path.stat().st_size - 5)
     assert main(["weights", "shard", str(folder), "--out", str(tmp_path / "out")]) == 2
     assert f"weights verify {folder} --write" in capsys.readouterr().err
     assert not list((tmp_path / "out").glob("model-*"))

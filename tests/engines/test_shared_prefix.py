@@ -42,19 +42,13 @@ def found(request: pytest.FixtureRequest, lab: Any) -> dict[str, Any]:
     return result
 
 
-def test_what_was_refused_in_a_burst_is_saved_later(newest: dict[str, Any]) -> None:
-    burst = newest["burst"]
+@pytest.mark.parametrize("scenario", ["burst", "short_burst"])
+def test_what_was_refused_in_a_burst_is_saved_later(newest: dict[str, Any], scenario: str) -> None:
+    """Also from the blocks of requests whose answer is one token: they end before their workers' refusals arrive."""
+    burst = newest[scenario]
     assert burst["refused"] > 40
     assert burst["cached"] == [burst["whole"]] * 8 and all(burst["same_tokens"])
-    assert burst["counters"][names.SAVED_LATER] > 40
-    assert not burst["counters"].get(names.SKIPPED_QUEUE_FULL) and not burst["counters"].get(names.DROPPED_TAILS)
-
-
-def test_what_was_refused_until_the_requests_had_ended_is_saved_from_their_blocks(newest: dict[str, Any]) -> None:
-    """A request whose answer is one token ends before its workers' refusals arrive."""
-    burst = newest["short_burst"]
-    assert burst["refused"] > 40
-    assert burst["cached"] == [burst["whole"]] * 8 and all(burst["same_tokens"])
+    assert scenario == "short_burst" or burst["counters"][names.SAVED_LATER] > 40
     assert not burst["counters"].get(names.SKIPPED_QUEUE_FULL) and not burst["counters"].get(names.DROPPED_TAILS)
 
 

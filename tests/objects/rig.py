@@ -9,6 +9,7 @@ from pathlib import Path
 from kvtier.config.settings import Settings
 from kvtier.connectors.objects.store import Object, ObjectHost, ObjectTier
 from kvtier.format.geometry import PAGE_BYTES
+from tests.damage import flip
 
 HOST = ObjectHost("host")
 SMALL: Mapping[str, object] = {
@@ -73,10 +74,7 @@ def flip_byte_of(root: Path, wanted: bytes) -> None:
         data = path.read_bytes()
         at = data.find(wanted[:64], PAGE_BYTES)
         if at >= 0:
-            at += len(wanted) // 2
-            with open(path, "r+b") as file:
-                file.seek(at)
-                file.write(bytes([data[at] ^ 0x10]))
+            flip(path, at + len(wanted) // 2, 0x10)
             return
     raise AssertionError("no segment holds it")
 

@@ -18,6 +18,7 @@ from kvtier.errors import Corrupt, TierUnavailable, WeightsDamaged, WeightsUnrea
 from kvtier.weights import load, load_file, load_files, manifest
 from kvtier.weights.dtypes import TORCH_DTYPES
 from kvtier.weights.reader import WeightReader
+from tests.damage import flip
 
 RAW = torch.randint(0, 255, (4, 6, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
@@ -167,9 +168,7 @@ def test_a_flipped_byte_is_refused_where_there_is_a_manifest(tmp_path: Path) -> 
     with WeightReader() as reader:
         manifest.write(tmp_path, [path], reader)
     assert load_file(path)["weight"].count_nonzero() == 0
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 0x80
-    path.write_bytes(content)
+    flip(path, path.stat().st_size - 1, 0x80)
     with pytest.raises(WeightsDamaged, match="x at byte 0: bytes in tensor weight differ"):
         load_file(path)
 
