@@ -61,8 +61,13 @@ def ptx_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 def _elementwise(
     asm: str, constraints: str, args: Sequence[tl.tensor], dtype: object, is_pure: bool, pack: int
 ) -> object:
-    """tl.inline_asm_elementwise: `pack` elements at a time that lie side by side, as many as fill a register."""
-    values = np.broadcast_arrays(*(each.handle.data for each in args))
+    """tl.inline_asm_elementwise: `pack` elements at a time that lie side by side, as many as fill a register.
+
+    A scalar that differs between the lanes of a warp has a value for each of them.
+    """
+    blocks = np.broadcast_arrays(*(each.handle.data for each in args if each.type.is_block()))
+    of_blocks = iter(blocks)
+    values = [next(of_blocks) if each.type.is_block() else each.handle.data for each in args]
     registers = [np.dtype(np.uint64 if each.dtype.scalar.is_ptr() else np.uint32) for each in args]
     for value, register in zip(values, registers, strict=True):
         assert value.itemsize * pack == register.itemsize, "a register has 32 bits, or 64 for a pointer"
@@ -73,11 +78,15 @@ def _elementwise(
         np.ascontiguousarray(value).reshape(-1).view(register)
         for value, register in zip(values, registers, strict=True)
     ]
-    shape = values[0].shape
+    shape = blocks[0].shape if blocks else None
     found = []
     for word, kind in zip(ptx.run(_unwrapped(asm), words, outputs), types, strict=True):
-        numbers = word.view({"fp32": np.float32, "int32": np.int32, "int8": np.int8}[str(kind)]).reshape(shape)
-        found.append(tl.tensor(TensorHandle(numbers, kind), tl.block_type(kind, list(shape))))
+        numbers = word.view({"fp32": np.float32, "int32": np.int32, "int8": np.int8}[str(kind)])
+        if shape is None:
+            found.append(tl.tensor(TensorHandle(numbers, kind), kind))
+        else:
+            block = tl.block_type(kind, list(shape))
+            found.append(tl.tensor(TensorHandle(numbers.reshape(shape), kind), block))
     return tuple(found) if outputs > 1 else found[0]
 
 

@@ -16,8 +16,12 @@ Addresses = npt.NDArray[np.uint64]
 
 
 def run(ptx: str, inputs: Sequence[Words | Addresses], n_outputs: int) -> list[Words]:
-    """Run PTX on 32-bit registers, and on addresses (uint64) as inputs. Outputs are $0 ..., inputs follow."""
+    """Run PTX on 32-bit registers, and on addresses (uint64) as inputs. Outputs are $0 ..., inputs follow.
+
+    A register that depends on %laneid has 32 values, one of each lane; only a shuffle may read it beside others.
+    """
     registers = {f"${n_outputs + n}": value for n, value in enumerate(inputs)}
+    registers["%laneid"] = np.arange(32, dtype=np.uint32)
     blank = np.zeros_like(inputs[0], dtype=np.uint32)
     for line in filter(None, (part.strip() for part in ptx.strip().strip("{}").split(";"))):
         name, _, rest = line.partition(" ")
@@ -152,6 +156,8 @@ def _loaded(kind: type[ctypes.c_uint16 | ctypes.c_uint32]) -> Callable[[Addresse
 
 _INSTRUCTIONS: dict[str, Callable[..., Words]] = {
     "mov.b32": lambda a: a,
+    "mov.u32": lambda a: a,
+    "shfl.sync.idx.b32": lambda a, lane, *_: a[lane & np.uint32(31)],
     "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,
     "xor.b32": np.bitwise_xor,

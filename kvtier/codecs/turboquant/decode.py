@@ -2,9 +2,9 @@
 
 A program decodes one layer of one head of one chunk, K, then V. Centroids up to 4 bits are whole numbers of 7 bits: the
 tensor cores turn them back as int8, exactly. prmt makes them, four at a time, out of tables in two registers. Centroids
-of 5 and 6 bits do not fit there: they are fp16, and PTX loads them from memory in the lanes that hand them to the
-tensor cores. (tl.load would move codes to a layout of its own, as in pack.py.) Both ways reorder a vector's elements,
-and the rows of the matrix have the same order (tables.py).
+of 5 and 6 bits do not fit there: they are fp16, each lane of a warp holds two of them, and shuffles bring them to the
+lanes that hand them to the tensor cores. (tl.load would move codes to a layout of its own, as in pack.py.) Both ways
+reorder a vector's elements, and the rows of the matrix have the same order (tables.py).
 
 P stands for a plane's PlaneCode, C for the launch's TurboquantChunkShape. Without PTX, or for head sizes that four
 lanes cannot share in whole words, centroids are looked up by tl.load.
@@ -34,6 +34,10 @@ from kvtier.kernels.tiles import (
 )
 
 _RAW_TOKENS = tl.constexpr(RAW_TOKENS)
+_LANE_CENTROIDS = tl.constexpr(
+    "{ .reg .b32 l, x, y; .reg .b64 a; mov.u32 l, %laneid; mad.wide.u32 a, l, 2, $1; ld.global.nc.u16 x, [a]; "
+    "add.u32 l, l, 32; mad.wide.u32 a, l, 2, $1; ld.global.nc.u16 y, [a]; prmt.b32 $0, x, y, 0x5410; }"
+)
 
 
 @triton.jit
@@ -98,26 +102,23 @@ def _permuted(codes: tl.tensor, row: tl.tensor, halves: tl.tuple, P: tl.constexp
 
 
 @triton.jit
-def _pairs(codes: tl.tensor, centroids: tl.tensor, P: tl.constexpr) -> tl.tensor:
+def _lane_centroids(centroids: tl.tensor) -> tl.tensor:
+    """Return a register that holds fp16 centroids n and n + 32 in lane n of each warp. To Triton it is a scalar."""
+    return tl.inline_asm_elementwise(_LANE_CENTROIDS, "=&r,l", [centroids], tl.int32, True, 1)
+
+
+@triton.jit
+def _pairs(codes: tl.tensor, held: tl.tensor, P: tl.constexpr) -> tl.tensor:
     """Return the centroids of words of four codes, one a byte: (..., 2) int32, two fp16 centroids in each."""
-    first, second = tl.inline_asm_elementwise(
-        P.centroids, "=&r,=&r,r,l", [codes, centroids], (tl.int32, tl.int32), True, 1
-    )
+    first, second = tl.inline_asm_elementwise(P.centroids, "=&r,=&r,r,r", [codes, held], (tl.int32, tl.int32), True, 1)
     return tl.join(first, second)
 
 
 @triton.jit
-def _gathered(
-    codes: tl.tensor, row: tl.tensor, matrix: tl.tensor, centroids: tl.tensor, P: tl.constexpr, C: tl.constexpr
-) -> tl.tensor:
-    """Return what `_looked_up` returns, (rows, padded) fp32, for 5 or 6 bits. PTX loads the centroids.
-
-    Four lanes share a row, as in an operand of the tensor cores. Each loads the centroids of its own words of codes, so
-    nothing moves between lanes.
-    """
+def _code_words(codes: tl.tensor, row: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return the words of the lower and of the upper plane of codes that `_shuffled` takes, (rows, words) int32."""
     WORDS: tl.constexpr = P.size // 32  # words of codes that a lane has
     UPPER: tl.constexpr = P.bits - 4
-    FIELDS: tl.constexpr = 0x10101010 if UPPER == 1 else 0x30303030
     word, inside = tl.arange(0, 4 * WORDS)[None, :], row[:, None] < C.tokens
     at = tl.max_contiguous(tl.multiple_of(row[:, None] * (4 * WORDS) + word, (1, WORDS)), (1, WORDS))
     lower = tl.load(codes.to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
@@ -125,14 +126,29 @@ def _gathered(
     at = row[:, None] * (UPPER * WORDS) + word % (UPPER * WORDS)
     at = tl.max_contiguous(tl.multiple_of(at, (1, WORDS)), (1, WORDS))
     upper = tl.load((codes + C.tokens * P.size // 2).to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
-    upper >>= word // (UPPER * WORDS) * UPPER
+    return lower, upper
+
+
+@triton.jit
+def _shuffled(words: tl.tuple, held: tl.tensor, P: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+    """Return the operand of centroids, (rows, size) fp16, of 5 or 6 bits. words: `_code_words`. held:
+    `_lane_centroids`.
+
+    Four lanes share a row, as in an operand of the tensor cores. Each makes the centroids of its own words of codes, so
+    nothing else moves between lanes.
+    """
+    WORDS: tl.constexpr = P.size // 32
+    UPPER: tl.constexpr = P.bits - 4
+    FIELDS: tl.constexpr = 0x10101010 if UPPER == 1 else 0x30303030
+    lower, upper = words
+    upper >>= tl.arange(0, 4 * WORDS)[None, :] // (UPPER * WORDS) * UPPER
     first = (lower & 0x0F0F0F0F) | ((upper << 4) & FIELDS)  # codes of the vector's first half
     second = ((lower >> 4) & 0x0F0F0F0F) | (upper & FIELDS)
-    pairs = tl.join(_pairs(first, centroids, P), _pairs(second, centroids, P))
+    pairs = tl.join(_pairs(first, held, P), _pairs(second, held, P))
     even, odd = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
     x = tl.join(even.to(tl.float16, bitcast=True), odd.to(tl.float16, bitcast=True))
     x = x.reshape(C.rows, 4, 4 * WORDS, 2).permute(0, 2, 1, 3).reshape(C.rows, P.size)  # a lane has 2 of every 8
-    return tl.dot(operand_rows(x, C), matrix).to(tl.float32)
+    return operand_rows(x, C)
 
 
 @triton.jit
@@ -160,12 +176,17 @@ def _decode_plane(
     vectors = plane_of_head(plane, head)
     tl.static_assert(_RAW_TOKENS == 1)
     copy_first_token(vectors, move + 2, first_token, raw, P)
+    if P.shuffled:
+        held = _lane_centroids(centroids)
+        ahead = _code_words(codes, first_token // ROWS * ROWS + tl.arange(0, ROWS), P, C)
     for start in range(first_token // ROWS * ROWS, C.tokens, ROWS):
         row = start + tl.arange(0, ROWS)
         if P.permuted:
             product = _permuted(codes, row, halves, P, C)
-        elif P.centroids != "":
-            product = _gathered(codes, row, whole, centroids, P, C)
+        elif P.shuffled:
+            operand = _shuffled(ahead, held, P, C)
+            ahead = _code_words(codes, row + ROWS, P, C)  # of the next tile: they arrive while this one is decoded
+            product = tl.dot(operand, whole).to(tl.float32)
         else:
             product = _looked_up(codes, row, whole, centroids, P, C)
         low, high = in_order(tile_rows(product, C), 8).reshape(ROWS, P.padded // 32, 16, 2).split()

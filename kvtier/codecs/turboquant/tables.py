@@ -1,6 +1,5 @@
 """Constants that turboquant's kernels are compiled for, and the matrices and tables that they read."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ class PlaneCode(NamedTuple):
     rotary embedding. thresholds, coefficients: as in kvtier.codecs.turboquant.buckets. curve: PTX that makes codes of
     two elements, up to 4 bits. energy: PTX that sums the squares of the centroids of a word's codes. least: the square
     of the first centroid. centroids: PTX that makes the centroids of a word's codes; "" where tl.load does. permuted:
-    this PTX takes two codes a byte and permutes registers; else it takes one code a byte and loads from memory.
+    this PTX takes two codes a byte and permutes registers; else it takes one code a byte and shuffles between lanes.
     """
 
     size: int
@@ -39,6 +38,10 @@ class PlaneCode(NamedTuple):
     energy: str
     centroids: str
     permuted: bool
+
+    @property
+    def shuffled(self) -> bool:
+        return self.centroids != "" and not self.permuted
 
     @property
     def suits_warps(self) -> bool:
@@ -63,7 +66,7 @@ def plane_code(size: int, bits: int, is_k: bool, is_turned: bool, fast: bool) ->
     book = CODEBOOKS[bits]
     is_small = bits == 4
     permuted = fast and is_small and size % 32 == 0  # bytes are taken four at a time
-    gathered = fast and not is_small and size in (64, 128, 256)  # each of four lanes has 2, 4 or 8 words
+    shuffled = fast and not is_small and size in (64, 128, 256)  # each of four lanes has 2, 4 or 8 words
     return PlaneCode(
         size,
         padded_size(size),
@@ -78,7 +81,7 @@ def plane_code(size: int, bits: int, is_k: bool, is_turned: bool, fast: bool) ->
         decode_unit(bits, size),
         _curve_ptx(book.curve) if is_small else "",
         _energy_ptx(book.centroids) if is_small else _loaded_energy_ptx(),
-        _centroid_ptx(book.centroids) if permuted else _loaded_centroid_ptx() if gathered else "",
+        _centroid_ptx(book.centroids) if permuted else _shuffled_centroid_ptx(bits) if shuffled else "",
         permuted,
     )
 
@@ -135,7 +138,7 @@ def decode_matrix(code: PlaneCode) -> npt.NDArray[np.int8 | np.float16]:
     if code.permuted:
         inner = _permuted_places(code)
     else:
-        inner = _gathered_places(code.size) if code.centroids else places(code.size)
+        inner = _shuffled_places(code.size) if code.centroids else places(code.size)
     outer = product_columns(padded, 8)
     matrix = np.zeros((padded, padded), dtype=dtype)
     rows, columns = np.flatnonzero(inner >= 0), np.flatnonzero(outer < code.size)
@@ -144,9 +147,10 @@ def decode_matrix(code: PlaneCode) -> npt.NDArray[np.int8 | np.float16]:
 
 
 def signed_centroids(bits: int) -> npt.NDArray[np.int8 | np.float16]:
-    """(codes,): int8, or fp16 where they have more than 7 bits."""
+    """(codes,) int8, or (64,) fp16 where they have more than 7 bits: a lane holds two, of 5 bits one and a 0."""
     positive = CODEBOOKS[bits].centroids
-    return np.array([*(-c for c in reversed(positive)), *positive], dtype=np.int8 if bits <= 4 else np.float16)
+    signed = [*(-c for c in reversed(positive)), *positive]
+    return np.array(signed, np.int8) if bits <= 4 else np.array(signed + [0] * (64 - len(signed)), np.float16)
 
 
 def squares(bits: int) -> npt.NDArray[np.int32]:
@@ -196,14 +200,14 @@ def _energy_ptx(centroids: tuple[int, ...]) -> str:
 def _loaded_energy_ptx() -> str:
     """Return PTX that sums the squares of four codes' centroids ($0). $1: the codes, one a byte. $2: address of
     `squares`."""
-    lines = [
-        ".reg .b32 c, x, y, z;",
-        ".reg .b64 a;",
-        *_loads("b32", "$1", "$2", ("$0", "x", "y", "z")),
-        "add.u32 $0, $0, x;",
-        "add.u32 y, y, z;",
-        "add.u32 $0, $0, y;",
-    ]
+    lines = [".reg .b32 c, x, y, z;", ".reg .b64 a;"]
+    for byte, target in enumerate(("$0", "x", "y", "z")):
+        lines += [
+            f"prmt.b32 c, $1, 0, {0x4440 + byte};",
+            "mad.wide.u32 a, c, 4, $2;",
+            f"ld.global.nc.b32 {target}, [a];",
+        ]
+    lines += ["add.u32 $0, $0, x;", "add.u32 y, y, z;", "add.u32 $0, $0, y;"]
     return "{ " + " ".join(lines) + " }"
 
 
@@ -219,8 +223,8 @@ def _permuted_places(code: PlaneCode) -> npt.NDArray[np.int64]:
     return np.where(within // 4 * 4 < code.size // 8, element, -1)
 
 
-def _gathered_places(size: int) -> npt.NDArray[np.int64]:
-    """Return the element at each place of the operand that `decode._gathered` makes, (size,)."""
+def _shuffled_places(size: int) -> npt.NDArray[np.int64]:
+    """Return the element at each place of the operand that `decode._shuffled` makes, (size,)."""
     n_words = size // 32  # words of codes that a lane has
     word, pair, half, lane, side = np.unravel_index(np.arange(size), (n_words, 2, 2, 4, 2))
     return half * (size // 2) + (lane * n_words + word) * 4 + pair * 2 + side
@@ -248,29 +252,17 @@ def _centroid_ptx(centroids: tuple[int, ...]) -> str:
     return "{ " + " ".join(lines) + " }"
 
 
-def _loaded_centroid_ptx() -> str:
-    """Return PTX that loads the centroids of four codes, fp16 ($0, $1). $2: the codes, one a byte. $3: address of
-    `signed_centroids`."""
-    lines = [
-        ".reg .b32 c, x, y;",
-        ".reg .b64 a;",
-        *_loads("u16", "$2", "$3", ("$0", "x", "$1", "y")),
-        "prmt.b32 $0, $0, x, 0x5410;",
-        "prmt.b32 $1, $1, y, 0x5410;",
-    ]
-    return "{ " + " ".join(lines) + " }"
+def _shuffled_centroid_ptx(bits: int) -> str:
+    """Return PTX of four codes, one a byte ($2), to their centroids, fp16 ($0, $1). $3: `decode._lane_centroids`.
 
-
-def _loads(kind: str, codes: str, table: str, targets: Sequence[str]) -> list[str]:
-    """Return PTX that loads the entries of a table at four codes, one a byte. It uses the registers c and a.
-
-    kind: type of the entries, b32 or u16.
+    The lower 5 bits of a code are the lane that holds its centroid, and bit 5 is the half of this lane's register.
     """
-    lines = []
-    for byte, target in enumerate(targets):
-        lines += [
-            f"prmt.b32 c, {codes}, 0, {0x4440 + byte};",
-            f"mad.wide.u32 a, c, {4 if kind == 'b32' else 2}, {table};",
-            f"ld.global.nc.{kind} {target}, [a];",
-        ]
-    return lines
+    lines = [".reg .b32 c, x, y, z, u;", "shfl.sync.idx.b32 x, $3, $2, 31, 0xffffffff;"]
+    for byte, target in ((1, "y"), (2, "z"), (3, "u")):
+        lines += [f"shr.u32 c, $2, {8 * byte};", f"shfl.sync.idx.b32 {target}, $3, c, 31, 0xffffffff;"]
+    if bits == 5:
+        lines += ["prmt.b32 $0, x, y, 0x5410;", "prmt.b32 $1, z, u, 0x5410;"]
+    else:  # a half's two bytes are chosen by two nibbles of prmt's selector
+        lines += ["and.b32 $0, $2, 0x20202020;", "shr.u32 c, $0, 4;", "or.b32 c, c, $0;", "add.u32 c, c, 0x54105410;"]
+        lines += ["prmt.b32 $0, x, y, c;", "shr.u32 c, c, 16;", "prmt.b32 $1, z, u, c;"]
+    return "{ " + " ".join(lines) + " }"
