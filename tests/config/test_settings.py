@@ -274,12 +274,13 @@ def test_what_is_just_enough_is_taken() -> None:
         ("kvtier_rot", "KVTIER_ROOT"),
         ("KVTIER_IO", "KVTIER_IO__CALIBRATE"),
         ("KVTIER_CAPACITY", "KVTIER_CAPACITY_BYTES"),
+        ("KVTIER_SERVER__ADMIN_TOKN", "KVTIER_SERVER__ADMIN_TOKEN"),
     ],
 )
 def test_misspelt_environment_variable(name: str, near: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, "7")
+    monkeypatch.setenv(name, SECRET)
     error = refusal({"root": "/x"})
-    assert error.key == name and error.value == "***"
+    assert error.key == name and error.value == "***" and SECRET not in str(error)
     assert error.fix == f"unknown environment variable: unset it, or did you mean {near!r}?"
 
 
@@ -506,12 +507,6 @@ def test_secrets_under_unknown_keys_and_in_the_wrong_place_are_not_shown(overrid
     with pytest.raises(ConfigError) as caught:
         Settings.load({"root": "/x"} | overrides)
     assert SECRET not in str(caught.value) and "***" in str(caught.value)
-
-
-def test_values_of_unknown_variables_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVTIER_SERVER__ADMIN_TOKN", SECRET)
-    error = refusal({"root": "/x"})
-    assert SECRET not in str(error) and "'KVTIER_SERVER__ADMIN_TOKEN'" in error.fix
 
 
 def test_the_default_watermarks_pass_for_a_capacity_of_one_set() -> None:

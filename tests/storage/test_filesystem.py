@@ -1,15 +1,11 @@
 """Which file system a path is on, from mount tables as kernels write them."""
 
-import os
-import shutil
-import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvtier.storage.filesystem import FileSystem, Visibility, file_system_of, is_network_kind
+from tests.engines.targets import targets
 
 TABLE = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard
@@ -68,49 +64,11 @@ def test_this_machine_has_a_root() -> None:
     assert (found.kind, found.is_network, found.mount_point) == ("proc", False, "/proc")
 
 
-FUSE = r"""
-#define FUSE_USE_VERSION 31
-#include <fuse3/fuse.h>
-#include <errno.h>
-#include <string.h>
-static int get(const char *path, struct stat *st, struct fuse_file_info *info) {
-    (void)info; memset(st, 0, sizeof *st);
-    if (strcmp(path, "/")) return -ENOENT;
-    st->st_mode = S_IFDIR | 0755; st->st_nlink = 2; return 0;
-}
-static const struct fuse_operations operations = {.getattr = get};
-int main(int argc, char **argv) { return fuse_main(argc, argv, &operations, 0); }
-"""
-
-
-@pytest.fixture
-def fuse_mount(tmp_path: Path) -> Iterator[Path]:
-    """An empty file system in user space; skipped where none can be built or mounted."""
-    compiler, unmount = shutil.which("cc"), shutil.which("fusermount3")
-    if compiler is None or unmount is None or not os.access("/dev/fuse", os.W_OK):
-        pytest.skip("needs a C compiler, fusermount3 and /dev/fuse")
-    source, program, mount = tmp_path / "empty.c", tmp_path / "emptyfs", tmp_path / "mount"
-    source.write_text(FUSE)
-    build = [compiler, "-o", str(program), str(source), "-D_FILE_OFFSET_BITS=64", "-lfuse3"]
-    if subprocess.run(build, capture_output=True, check=False).returncode:
-        pytest.skip("needs the headers of libfuse 3")
-    mount.mkdir()
-    daemon = subprocess.Popen([program, "-f", mount])
-    deadline = time.monotonic() + 10
-    while not mount.is_mount() and daemon.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    if not mount.is_mount():
-        daemon.kill()
-        pytest.skip("this user may not mount")
-    yield mount
-    subprocess.run([unmount, "-u", mount], check=True)
-    daemon.wait(10)
-
-
-def test_a_mounted_user_space_file_system_is_seen(fuse_mount: Path) -> None:
-    found = file_system_of(fuse_mount / "v2" / "index")
-    assert found.kind.startswith("fuse.") and found.is_network
-    assert found.mount_point == str(fuse_mount)
+def test_a_mounted_user_space_file_system_is_seen(tmp_path: Path) -> None:
+    with targets(tmp_path) as made:
+        found = file_system_of(made.root / "v2" / "index")
+        assert found.kind.startswith("fuse.") and found.is_network
+        assert found.mount_point == str(made.root)
 
 
 @pytest.mark.parametrize(
