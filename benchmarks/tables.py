@@ -109,6 +109,7 @@ def ttft_more() -> Lines:
     """TTFT from a disk, with codecs and on two GPUs: a row for each length and system."""
     names = {"ttft_disk": "raw, disk", "ttft_arena": "raw, host arena", "two_gpus_ttft": "70B at TP=2, raw, tmpfs"}
     names |= {"two_gpus_ttft_k4v4": "70B at TP=2, k4v4, tmpfs"}
+    names |= {"two_gpus_ttft_k4v4_032": "70B at TP=2, k4v4, tmpfs, vLLM 0.32.0"}
     names |= {"two_gpus_ttft_032": "half of 70B's layers at TP=2, raw, tmpfs, vLLM 0.32.0, H100"}
     names |= {f"ttft_tmpfs_{codec}": f"{codec}, tmpfs" for codec in ("raw", "int8", "k4v4", "tc4", "tc3")}
     names |= {"ttft_disk_k4v4": "k4v4, disk"}
