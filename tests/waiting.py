@@ -1,5 +1,7 @@
 """Waiting for what comes soon: never longer than it takes, and never for ever."""
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,3 +26,24 @@ def for_so_long(seconds: float, is_enough: Callable[[], bool]) -> Iterator[None]
     began = time.monotonic()
     while (gone_s := time.monotonic() - began) < seconds or (gone_s < 6 * seconds and not is_enough()):
         yield
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Runs `work` in a forked child; its exit status."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException as error:
+            os.write(2, repr(error).encode())
+            os._exit(1)
+        os._exit(0)
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError("the child hangs")

@@ -17,7 +17,7 @@ from kvtier.index import entry
 from kvtier.index.lmdb import index as embedded
 from kvtier.index.lmdb.environment import View
 from kvtier.index.lmdb.index import LmdbIndex
-from tests.waiting import wait_until
+from tests.waiting import in_child, wait_until
 
 from index_data import PROCESS_TIMEOUT_S, check, fill, join, key, record, set_info, start
 
@@ -205,27 +205,6 @@ def test_writers_killed_at_random_moments_leave_a_consistent_index(
         process.join()
         check(index, [key(number) for number in range(300)])
         assert fill(index, 100 + seed, range(1000 * seed + 1000, 1000 * seed + 1010)) == 10
-
-
-def in_child(work: object) -> int:
-    """Runs `work` in a forked child; its exit status."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()  # type: ignore[operator]
-        except BaseException as error:
-            os.write(2, repr(error).encode())
-            os._exit(1)
-        os._exit(0)
-    deadline = time.monotonic() + PROCESS_TIMEOUT_S
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError("the child hangs")
 
 
 def test_a_forked_child_opens_it_anew(index: LmdbIndex) -> None:

@@ -15,8 +15,9 @@ from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import RecordHeader
 from kvtier.io import native
 from kvtier.io.ring import AlignedBuffer, FlushOp, OpResult, Ring
+from tests.waiting import in_child
 
-from records import FIRST_HEAD, PIECE_BYTES, TIMEOUT_S, Record, finished, open_file, written
+from records import FIRST_HEAD, PIECE_BYTES, Record, finished, open_file, written
 
 # One slab smaller than a piece, slabs that pieces straddle, slabs of several pieces.
 SHAPES = [(PAGE_BYTES, 1), (5 * PAGE_BYTES, 7), (12 * PAGE_BYTES, 8), (40 * PAGE_BYTES, 3)]
@@ -206,18 +207,15 @@ def test_a_child_makes_its_own_ring(ring: Ring, tmp_path: Path) -> None:
     fd = open_file(tmp_path / "segment", direct=False)
     record = Record(1, PAGE_BYTES, 1)
     written(ring, fd, [record])
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
+
+    def work() -> None:
+        with pytest.raises(RuntimeError):
             ring.submit([record.write_op(fd)])
-        except RuntimeError:
-            ring.close()
-            with Ring(2, PIECE_BYTES) as own:
-                batch = own.submit([record.write_op(fd)])
-                code = 0 if batch.wait(TIMEOUT_S) and batch.results()[0].error == 0 else 2
-        os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        ring.close()
+        with Ring(2, PIECE_BYTES) as own:
+            assert finished(own.submit([record.write_op(fd)]))[0].error == 0
+
+    assert in_child(work) == 0
     os.close(fd)
 
 

@@ -4,7 +4,7 @@ import itertools
 import multiprocessing
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvtier.connectors.objects.store import SIZE_CLASSES_MAX, Object, ObjectHost
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
 from kvtier.runtime import metrics
 from kvtier.runtime.exit_status import OK
+from kvtier.runtime.threads import begin
 from kvtier.storage.root import find_root
 from tests.objects.rig import content, drained, expected, flip_byte_of, get, names, put, put_for_ever, segments, tier_at
 from tests.redis_server import Server, has_redis
@@ -313,21 +314,6 @@ def test_what_a_killed_process_left_is_whole_or_a_miss(tmp_path: Path) -> None:
         assert put(tier, keys[:8], 30_000) == [True] * 8 and get(tier, keys[:8], 30_000) == expected(keys[:8], 30_000)
 
 
-class Caller(threading.Thread):
-    """Keeps what a call answers, or raises."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        super().__init__(daemon=True)
-        self._call = call
-        self.answer: Any = None
-
-    def run(self) -> None:
-        try:
-            self.answer = self._call()
-        except Exception as fault:
-            self.answer = fault
-
-
 def test_who_looks_late_still_finds_the_answer_to_what_it_put(
     tier: ObjectTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,20 +321,18 @@ def test_who_looks_late_still_finds_the_answer_to_what_it_put(
     key, waits, may_look, look = names(1), threading.Event(), threading.Event(), SizeClass._outcome
 
     def look_late(size_class: SizeClass, *what: Any) -> Any:
-        if threading.current_thread() is first:
+        if threading.current_thread().name == "kvtier-first":
             waits.set()
             may_look.wait(20)
         return look(size_class, *what)
 
     monkeypatch.setattr(SizeClass, "_outcome", look_late)
-    first = Caller(lambda: put(tier, key))
-    first.start()
+    first = begin("first", lambda: put(tier, key))
     assert waits.wait(20) and drained(tier, 20)
     assert put(tier, names(1, "other")) == [True]
     assert tier.delete(key) == [True] and put(tier, key) == [True]
     may_look.set()
-    first.join(20)
-    assert first.answer == [True]
+    assert first.result(20) == [True]
     assert get(tier, key) == expected(key)
 
 
