@@ -36,7 +36,7 @@ from kvtier.errors import ConfigError
 from kvtier.format.namespace import canonical_text
 from kvtier.runtime.file_descriptors import NO_DESCRIPTOR, limit_hint
 from kvtier.storage.atomic_files import create_once, read_small, replace_small
-from kvtier.storage.filesystem import file_system_of
+from kvtier.storage.filesystem import FULL, file_system_of
 
 OWNER_FILE = "owner.json"
 INSIDE = "index"
@@ -183,7 +183,11 @@ def claim(folder: Path, mine: Owner) -> None:
     assert theirs.node is not None and mine.node is not None
     has_new_index = mine.index_path is not None and theirs.index_path is None
     if has_new_index or theirs.node.boot != mine.node.boot:  # the next pod may be known by the boot alone
-        replace_small(path, Owner(mine.node, mine.index_path or theirs.index_path).to_json(folder))
+        try:
+            replace_small(path, Owner(mine.node, mine.index_path or theirs.index_path).to_json(folder))
+        except OSError as error:
+            if has_new_index or error.errno not in FULL:  # a boot is noted once there is room: commands may evict
+                raise
 
 
 def check_claim(folder: Path, theirs: Owner, mine: Owner) -> None:

@@ -196,6 +196,20 @@ def test_commands_that_evict_open_a_root_on_a_full_disk(tmp_path: Path, mount_tm
         assert opened.root == root and not opened.index.sets()
 
 
+def test_commands_that_evict_open_a_root_on_a_full_disk_after_a_reboot(
+    tmp_path: Path, mount_tmpfs: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount_tmpfs(tmp_path, "size=24m")
+    settings = settings_for(tmp_path)
+    open_for_admin(settings).close()
+    fill(tmp_path / "somebody elses.bin")
+    boot_id = tmp_path.parent / "boot-id"
+    boot_id.write_text("a later boot")
+    monkeypatch.setattr(root_owner, "BOOT_ID_FILE", boot_id)
+    with closing(open_for_admin(settings)) as opened:
+        assert not opened.index.sets()
+
+
 def test_disk_without_a_free_inode(tmp_path: Path, mount_tmpfs: Mount) -> None:
     mount_tmpfs(tmp_path, "size=64m,nr_inodes=3")
     for name in ("a", "b"):
