@@ -46,6 +46,11 @@ def idle_step(core: Any) -> None:
     core.post_step(is_executed)
 
 
+def needs_a_step(core: Any) -> bool:
+    """Return whether the connector waits for a step without requests, as for chunks that it could not save before."""
+    return bool(core.scheduler.connector.has_pending_push_work())
+
+
 def scheduler_counters(core: Any) -> dict[str, float]:
     """Return kvtier's counters of the scheduler's half since the start."""
     store = _store(core)
@@ -69,7 +74,7 @@ def extend_core() -> None:
     """Add the functions above to vLLM's core, whose methods its client can call from another process."""
     from vllm.v1.engine.core import EngineCore
 
-    for function in (idle_step, scheduler_counters, stored_chunks):
+    for function in (idle_step, needs_a_step, scheduler_counters, stored_chunks):
         setattr(EngineCore, function.__name__, function)
 
 
