@@ -1,7 +1,7 @@
 """What every index must do. A subclass gives the fixture `index`: an empty one."""
 
-import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -357,11 +357,8 @@ class IndexSuite:
                 taken[set_id] += index.publish([record(slot, at(set_id, slot))])
                 index.resolve(keys(range(40)))
 
-        threads = [threading.Thread(target=write, args=(set_id,)) for set_id in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(write, range(8)))
         assert sum(taken) == 40
         assert [len(index.members(set_id)) for set_id in range(8)] == taken
         assert all(len(entry.unpack(value)) == 1 for value in index.resolve(keys(range(40))))

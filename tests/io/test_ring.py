@@ -3,7 +3,7 @@
 import errno
 import os
 import resource
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,11 +155,8 @@ def test_many_threads_submit(ring: Ring, tmp_path: Path) -> None:
                     faults.append(f"{number}: {read}")
         os.close(fd)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
     assert faults == []
 
 
