@@ -213,6 +213,7 @@ def test_tables_that_do_not_go_together_are_refused(table_path: Path) -> None:
         ({"tc4.k": byte}, "not 4 on average"),
         ({"tc4.k": bits}, "not whole bytes"),
         ({"k.scale": scale}, "powers of two"),
+        ({"v.scale": found["v.scale"] * 0 + 2.0**-72}, "out of range"),
         (
             {"k.mean": found["k.mean"] * 0 + 2.0**30, "k.scale": scale * 0 + 2.0**98},
             "k.mean is too large",

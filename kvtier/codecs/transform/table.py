@@ -42,6 +42,9 @@ BITS_MAX = 8
 LEVELS = 512
 FORWARD_MAX = 127 * 256  # largest magnitude in `forward`: both of its bytes, taken as signed, fit int8
 MEAN_MAX = 2.0**100  # bound of `mean`
+# With scales of 2^-70 or more, elements of 2^100 or more are refused (reference.U_MAX). So none is decoded to infinity:
+# the kernels do not clamp what they decode.
+SCALE_LEAST = 2.0**-70
 HEAD_SIZES = (64, 80, 96, 128, 256)
 HASH_BYTES = 16
 
@@ -143,8 +146,8 @@ def _check(table: TransformTable, bits: int) -> None:
         for field, tensor, shape, dtype in zip(PlaneTable._fields, plane, shapes, dtypes, strict=True):
             _check_tensor(f"{name}.{field}", tensor, shape, dtype)
         exponents = torch.frexp(plane.scale)
-        if not ((exponents.mantissa == 0.5).all() and (exponents.exponent.abs() < 100).all()):
-            raise ValueError(f"{name}.scale has other numbers than powers of two")
+        if not ((exponents.mantissa == 0.5) & (plane.scale >= SCALE_LEAST) & (exponents.exponent < 100)).all():
+            raise ValueError(f"{name}.scale has other numbers than powers of two, or ones out of range")
         # The kernel computes x * scale - mean * scale. Within these bounds that is (x - mean) * scale.
         if not ((plane.mean * plane.scale).isfinite() & (plane.mean.abs() < MEAN_MAX)).all():
             raise ValueError(f"{name}.mean is too large")
