@@ -52,10 +52,14 @@ class Flags:
 
     def __init__(self, refused: torch.Tensor) -> None:
         """refused: (moves,) bool, on any device."""
-        self._refused = refused
+        # On the launches' own stream: the current one of the thread that waits may be the engine's, and full by then.
+        self._refused = refused.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.current_stream(refused.device).record_event() if refused.is_cuda else None
 
     def wait(self) -> list[EncodeResult]:
-        return [EncodeResult(flag, None) for flag in self._refused.tolist()]
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [EncodeResult(flag, None) for flag in self._refused.numpy().tolist()]
 
 
 class VectorPages:

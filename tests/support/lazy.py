@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from kvtier.arena.admission import Admission, Admissions
 from kvtier.arena.arena import Arena
+from kvtier.codecs.base import Encoded, EncodeResult
 from kvtier.config.settings import Admit
 from kvtier.io.base import Reader
 from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring
@@ -26,6 +28,35 @@ from tests.manual_jobs import ManualJobs
 from tests.support.rig import Engine
 
 Work = Callable[[], None]
+# Operations of torch that launch nothing and wait for nothing, whatever device a tensor is on. (`numpy` refuses one on
+# a GPU.)
+FREE_OPERATIONS = frozenset({"__get__", "view", "numpy", "data_ptr", "numel", "is_contiguous", "stride", "size", "dim"})
+_own = threading.local()  # n_running: streams that this thread runs now
+
+
+class Strays(TorchFunctionMode):
+    """Notes the operations of torch that this thread calls on no stream of its own: on a GPU they would be launched on
+    the default stream, which is the engine's, and one whose result is read would wait for all forwards in its queue."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        is_view = name == "__getitem__" and not isinstance(args[1], torch.Tensor)
+        if not (getattr(_own, "n_running", 0) or is_view or name in FREE_OPERATIONS):
+            self._found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _running() -> Iterator[None]:
+    _own.n_running = getattr(_own, "n_running", 0) + 1
+    try:
+        yield
+    finally:
+        _own.n_running -= 1
 
 
 @dataclass(eq=False)
@@ -36,9 +67,10 @@ class Stream:
     is_copy: bool = False
 
     def run_to(self, position: int) -> None:
-        while self.n_done < position:
-            self.work[self.n_done]()
-            self.n_done += 1  # afterwards: other threads look at it
+        with _running():
+            while self.n_done < position:
+                self.work[self.n_done]()
+                self.n_done += 1  # afterwards: other threads look at it
 
 
 @dataclass(frozen=True)
@@ -58,10 +90,14 @@ class Left:
 
 
 class LazyOrder:
-    """kvtier.worker.cuda_events.Order. The engine's stream is the default of every thread outside its own launches."""
+    """kvtier.worker.cuda_events.Order. The engine's stream is the default of every thread outside its own launches.
+
+    strays: operations of torch on it, of the worker's threads.
+    """
 
     def __init__(self, out: Left) -> None:
         self.engine = Stream()
+        self.strays: list[str] = []
         self._out = out
         self._own = threading.local()
         self._lock = threading.RLock()
@@ -137,9 +173,20 @@ class LazyOrder:
 
     def sums(self, runs: Sequence[SlabRun]) -> list[tuple[int, ...]]:
         stream: Stream = self._own.stream
-        with self._lock:
+        with self._lock, _running():
             stream.run_to(len(stream.work))
-        return host_kernels.checksums(runs)
+            return host_kernels.checksums(runs)
+
+
+class LazyEncoded:
+    """kvtier.codecs.base.Encoded of an encoding that is launched; of a codec that refuses nothing, too."""
+
+    def __init__(self, n_moves: int) -> None:
+        self.inner: Encoded | None = None
+        self._n_moves = n_moves
+
+    def wait(self) -> list[EncodeResult]:
+        return [EncodeResult(False, None)] * self._n_moves if self.inner is None else self.inner.wait()
 
 
 class LazyCodec:
@@ -152,8 +199,10 @@ class LazyCodec:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def encode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
-        self._order.launch(lambda: self._inner.encode(pages, moves))
+    def encode(self, pages: PagedKV, moves: Sequence[Move]) -> LazyEncoded:
+        encoded = LazyEncoded(len(moves))
+        self._order.launch(lambda: setattr(encoded, "inner", self._inner.encode(pages, moves)))
+        return encoded
 
     def decode(self, pages: PagedKV, moves: Sequence[Move]) -> None:
         self._order.launch(lambda: self._inner.decode(pages, moves))
@@ -225,9 +274,10 @@ class LazyEngine(Engine):
 
     def run_all(self) -> None:
         """Do what loads and saves can do now."""
-        while any(jobs.pending() for jobs in self.jobs):
-            for jobs in self.jobs:
-                jobs.drain(10)
+        with Strays(self.order.strays):
+            while any(jobs.pending() for jobs in self.jobs):
+                for jobs in self.jobs:
+                    jobs.drain(10)
 
     def in_engine(self, work: Work) -> None:
         """The engine launches something of its own."""

@@ -22,6 +22,7 @@ def all_given_back() -> Iterator[list[LazyEngine]]:
     made: list[LazyEngine] = []
     yield made
     for engine in made:
+        assert engine.order.strays == [], "the worker's threads use the engine's stream"
         for arena in (engine.staging, engine.host):
             arena.check()
             wait_until(partial(_has_all, engine, arena), "a slot was lost")
@@ -33,8 +34,10 @@ def _has_all(engine: LazyEngine, arena: Any) -> bool:
     return arena.available == arena.n_ready
 
 
-def start(root: Path, made: list[LazyEngine], out: Left | None = None, **options: object) -> LazyEngine:
-    engine = LazyEngine(root)
+def start(
+    root: Path, made: list[LazyEngine], out: Left | None = None, codec: str = "raw", **options: object
+) -> LazyEngine:
+    engine = LazyEngine(root, changes={"codec": codec})
     engine.lay_over(out, **options)  # type: ignore[arg-type]
     made.append(engine)
     return engine
