@@ -85,8 +85,8 @@ class HostOrder:
 
 
 class CudaOrder:
-    """Streams that do not wait for the legacy default stream, three a thread: for launches, for copies ahead, and for
-    copies of saves into host memory.
+    """Streams that do not wait for the legacy default stream, four a thread: for launches that are waited for, for
+    scatters, for copies ahead, and for copies of saves into host memory.
 
     Made on the engine's thread.
     """
@@ -113,11 +113,12 @@ class CudaOrder:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        with self._launching("moving"):
+        with self._launching("summing"):
             yield
 
     def begin(self, work: Callable[[], None], *after: Mark) -> Mark:
-        with self._launching("moving", *after) as stream:
+        # Not the stream of `launching`: what is launched there, and waited for, would wait for these marks too.
+        with self._launching("scattering", *after) as stream:
             work()
             return self._record(stream)
 
@@ -172,7 +173,7 @@ class CudaOrder:
         known: torch.cuda.Stream | None = getattr(self._own, name, None)
         if known is None:
             # Sums and scatters are short and free slots, so the GPU schedules them before the model's kernels.
-            priority = -1 if name == "moving" else 0
+            priority = -1 if name in ("summing", "scattering") else 0
             known = torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
             setattr(self._own, name, known)
         return known

@@ -1,8 +1,9 @@
 """Stream order: with launches that run as late as they may, every event that is left out shows (I2, I3)."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from kvtier.kernels.paged import SlabRun
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
-from kvtier.worker.cuda_events import HostOrder
+from kvtier.worker.cuda_events import CudaOrder, HostOrder
 from tests.support.lazy import LazyEngine, Left, Mark, Stream
 from tests.support.rig import is_equal
 from tests.support.walks import (
@@ -207,6 +208,23 @@ def test_an_event_left_out_shows(tmp_path: Path, engines: list[LazyEngine], left
     load(engine)
     wrong = not is_equal(engine.blocks(TARGET), expected(engine))
     assert wrong or names.CHECKSUM_FAILURES in engine.transfers[0].metrics.total()
+
+
+def test_sums_are_not_behind_a_scatter_that_waits_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop waits for sums: behind such a scatter, that wait lasts as long as a forward."""
+    used = list[Mock]()
+    monkeypatch.setattr(torch.cuda, "set_device", Mock())
+    monkeypatch.setattr(torch.cuda, "Event", Mock())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Mock(priority=priority))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(used.append(stream)))
+    order, mark = CudaOrder(torch.device("cuda", 0)), Mock()
+    order.begin(lambda: None, mark)
+    with order.launching():
+        pass
+    scattering, summing = used
+    scattering.wait_event.assert_called_once_with(mark)
+    assert summing is not scattering and not summing.wait_event.called
+    assert scattering.priority == summing.priority == -1, "both free slots"
 
 
 def test_on_the_host_nothing_is_pending() -> None:
