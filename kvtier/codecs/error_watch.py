@@ -20,6 +20,7 @@ import torch
 from kvtier.codecs.base import Encoded, EncodeResult, Mover
 from kvtier.codecs.turboquant.turns import turned
 from kvtier.codecs.vectors import VectorPages
+from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import Extent
 from kvtier.io import cuda
 from kvtier.kernels.launch import on_device
@@ -82,10 +83,14 @@ class WatchedMover:
         encoded = self._mover.encode(moves)
         if encoded is None or not moves or not self._missing:
             return encoded
-        layers = self._copied(moves[0])
         copied = None
-        if moves[0].slabs.is_cuda:
-            copied = torch.cuda.current_stream(moves[0].slabs.device).record_event()
+        try:
+            layers = self._copied(moves[0])
+            if moves[0].slabs.is_cuda:
+                copied = torch.cuda.current_stream(moves[0].slabs.device).record_event()
+        except RuntimeError as fault:  # of torch: memory, for example
+            self._give_up(fault)
+            return encoded
         return _Watched(encoded, self, layers, copied) if layers else encoded
 
     def decode(self, moves: Sequence[Move]) -> None:
@@ -95,10 +100,23 @@ class WatchedMover:
         """Have these layers compared, unless others are: a later move will do as well."""
         with self._lock:
             if self.comparison is None or self.comparison.done():
-                self.comparison = begin("compare", partial(self._compare, layers, copied))
+                try:
+                    self.comparison = begin("compare", partial(self._compare, layers, copied))
+                except RuntimeError as fault:  # no thread can be started
+                    self._give_up(fault)
+
+    def _give_up(self, fault: Exception) -> None:
+        """Compare nothing from now on. A fault of this check must not end a save: it would end the transfer loop."""
+        self._missing.clear()
+        log.warning("the error of codec %s could not be measured: %s", self._preset, fault)
 
     def _compare(self, layers: Sequence[_Layer], copied: torch.cuda.Event | None) -> None:
-        device = layers[0].k.device
+        try:
+            self._compare_on(layers[0].k.device, layers, copied)
+        except (RuntimeError, TierUnavailable) as fault:  # of torch, and of the thread's capture mode
+            self._give_up(fault)
+
+    def _compare_on(self, device: torch.device, layers: Sequence[_Layer], copied: torch.cuda.Event | None) -> None:
         with on_device(device):
             if copied is not None:
                 cuda.relax_this_thread()  # else it would spoil a graph that the engine is recording
@@ -110,8 +128,9 @@ class WatchedMover:
                 try:
                     for layer in layers:
                         self._compare_layer(layer)
-                except RuntimeError as fault:  # of torch: memory, for example
-                    log.warning("the error of codec %s could not be measured: %s", self._preset, fault)
+                finally:
+                    if self._stream is not None:  # after a fault it may still read the copies, which are freed now
+                        self._stream.synchronize()
 
     def _compare_layer(self, layer: _Layer) -> None:
         """Count the heads of one layer; log once all layers are compared."""

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier.codecs import error_watch
 from kvtier.codecs.base import Codec
 from kvtier.codecs.error_watch import LAYERS_AT_ONCE, WatchedMover
 from kvtier.codecs.int8.codec import Int8Codec
 from kvtier.codecs.turboquant.codec import Turboquant
+from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import Extent, Geometry, padded
 from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch
 
@@ -100,3 +102,31 @@ def test_verdicts_do_not_wait_for_the_comparison(monkeypatch: pytest.MonkeyPatch
     may_decode.set()
     mover.comparison.result(30.0)
     assert (mover.heads_bad, mover.heads_compared) == (0, 2 * HEADS * LAYERS_AT_ONCE)
+
+
+@pytest.mark.parametrize("where", ["copy", "thread", "comparison"])
+def test_a_fault_of_the_check_ends_the_check_and_no_save(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Raised by `wait`, it would end all loads and saves of the transfer loop; raised by `encode`, those of a step."""
+
+    def fail(*args: Any) -> Any:
+        raise TierUnavailable("no relaxed mode") if where == "comparison" else RuntimeError("no memory, or no thread")
+
+    pages, codec = pages_with(30.0, 0), Turboquant("k4v4")
+    codec.prepare(pages, GEOMETRY, EXTENT)
+    mover = codec._movers[id(pages)]
+    assert isinstance(mover, WatchedMover)
+    owner, name = {
+        "copy": (WatchedMover, "_copied"),
+        "thread": (error_watch, "begin"),
+        "comparison": (WatchedMover, "_compare_layer"),
+    }[where]
+    monkeypatch.setattr(owner, name, fail)
+    slabs = torch.zeros(HEADS, padded(codec.layers_bytes(GEOMETRY, range(LAYERS))), dtype=torch.uint8)
+    for _ in range(3):
+        encoded = mover.encode([Move(Patch(0, 0, LAYERS, 0, HEADS), (2, 0, 3, 1), slabs)])
+        assert encoded is not None and not encoded.wait()[0].is_refused
+        if mover.comparison is not None:
+            mover.comparison.result(30.0)
+    assert mover.heads_compared == 0 and caplog.text.count("the error of codec k4v4 could not be measured: no ") == 1
