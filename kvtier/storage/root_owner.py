@@ -128,13 +128,18 @@ def is_recognised(folder: Path, theirs: Owner, node: Node | None) -> bool:
         return other == node
     if not (other.machine == node.machine or (other.boot == node.boot and node.boot)):
         return False
-    is_inside = theirs.index_path in (None, folder / INSIDE)
-    if is_inside or (other.machine, other.host) == (node.machine, node.host):
+    if _is_known_without_boot(folder, theirs, node):
         return True
     if theirs.index_path is None or not theirs.index_path.is_dir():
         return False
     is_of_theirs = other.boot in index_stamp(theirs.index_path).split()
     return is_of_theirs or not other.boot or other.boot == node.boot
+
+
+def _is_known_without_boot(folder: Path, theirs: Owner, node: Node) -> bool:
+    """Return whether rule 3 does not apply to this node, or its host name is the same."""
+    is_inside = theirs.index_path in (None, folder / INSIDE)
+    return is_inside or theirs.node is not None and (theirs.node.machine, theirs.node.host) == (node.machine, node.host)
 
 
 def private_folder(user: int | None = None) -> Path:
@@ -186,7 +191,9 @@ def claim(folder: Path, mine: Owner) -> None:
         try:
             replace_small(path, Owner(mine.node, mine.index_path or theirs.index_path).to_json(folder))
         except OSError as error:
-            if has_new_index or error.errno not in FULL:  # a boot is noted once there is room: commands may evict
+            # A boot is noted once there is room, because commands may evict. But the index will name the new boot, and
+            # by the old one this node would be known no more.
+            if has_new_index or error.errno not in FULL or not _is_known_without_boot(folder, theirs, mine.node):
                 raise
 
 

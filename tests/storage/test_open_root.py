@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -380,6 +381,26 @@ def test_an_index_outside_of_the_root_is_told_from_one_that_another_host_has_the
         claimed(folder, other, index)
     LmdbIndex(str(index), 1 << 20, boot_id="boot-1").close()
     assert claimed(folder, other, index) == other, "its host was started again"
+
+
+def test_a_boot_that_cannot_be_noted_does_not_make_the_node_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk commands open a root without noting the boot. Then the index outside of the root names that boot,
+    and owner.json the one before: of a pod with a new name neither would be known."""
+
+    def refuse(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    folder, index, after = tmp_path / "v2", tmp_path / "var" / "index", replace(HOST, boot="boot-2")
+    LmdbIndex(str(index), 1 << 20, boot_id=HOST.boot).close()
+    claimed(folder, HOST, index)
+    with monkeypatch.context() as patch:
+        patch.setattr(root_owner, "replace_small", refuse)
+        assert claimed(folder, after, index) == HOST, "it has the name that owner.json knows"
+        with pytest.raises(OSError, match="No space left"):
+            claimed(folder, replace(after, host="pod-2"), index)
+    assert claimed(folder, replace(after, host="pod-2"), index).boot == "boot-2"
 
 
 # --- looking at one ---
