@@ -205,7 +205,7 @@ def open_store(
         partial(_make_namespace_folder, settings, root, {namespace.id}, about.model),
         about,
         spares_max,
-        partial(_with_beat, watch, costs),
+        partial(_on_renewal, watch, costs),
         set_files=writers * shape.stripes,
         stripes=shape.stripes,
         reclaim_s=file_system_of(root.folder).reclaim_s,
@@ -234,7 +234,7 @@ def _begin(settings: Settings) -> Root:
     return in_time(settings.root, "opening the root and reading its owner.json", partial(open_root, settings))
 
 
-def _with_beat(watch: CapacityWatch, costs: KeptCosts | None, now_s: float) -> None:
+def _on_renewal(watch: CapacityWatch, costs: KeptCosts | None, now_s: float) -> None:
     watch.look(now_s)
     if costs is not None:
         costs.refresh(now_s)

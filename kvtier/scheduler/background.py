@@ -59,7 +59,7 @@ class KeeperPlan:
     set_bytes: size of one segment set of `slots` slots, over all ranks.
     writer_lease_s: time after which an engine that did not renew its lease counts as dead.
     make_folder: checks the root and creates a namespace's folder where it is missing; called again now and then.
-    about: description of the engine in its reports. spares_max: upper bound of the sets kept ready. with_beat: called
+    about: description of the engine in its reports. spares_max: upper bound of the sets kept ready. on_renewal: called
         with the time, in seconds, at each renewal of the lease and when the engine ends; it may wait for the index and
         raise KVTierError. set_files: files of one set. stripes: files of one set and rank. reclaim_s: see Room.
     """
@@ -73,7 +73,7 @@ class KeeperPlan:
     make_folder: Callable[[Namespace], object]
     about: About = About()
     spares_max: int = SPARES_MAX
-    with_beat: Callable[[float], object] = lambda now_s: None
+    on_renewal: Callable[[float], object] = lambda now_s: None
     set_files: int = 1
     stripes: int = 1
     reclaim_s: float = 0.0
@@ -86,18 +86,18 @@ class KeeperPlan:
 
 @dataclass(slots=True)
 class _Due:
-    """Time at which each duty is due, seconds since the epoch; beat_s: the renewal of the lease.
+    """Time at which each duty is due, seconds since the epoch; renew_s: the renewal of the lease.
 
-    looked_s: time of the last tick. beaten_s: time of the last renewal of the lease. log: for duties that failed.
+    looked_s: time of the last tick. renewed_s: time of the last renewal of the lease. log: for duties that failed.
     """
 
     sweep: SweepTurns
     log: RepeatedLog
-    beat_s: float = 0.0
+    renew_s: float = 0.0
     touch_s: float = 0.0
     limits_s: float = 0.0
     looked_s: float = 0.0
-    beaten_s: float = -math.inf
+    renewed_s: float = -math.inf
 
 
 @dataclass(slots=True)
@@ -254,35 +254,35 @@ class Keeper:
             self._close_sets(self._housekeeper.clock())
             self._index.release_lease(writer_lease(self._plan.owner), self._plan.owner)
             self._index.drop_note(NOTE_PREFIX + self._plan.owner)
-            self._plan.with_beat(self._housekeeper.clock())
+            self._plan.on_renewal(self._housekeeper.clock())
         except (KVTierError, OSError) as fault:
             log.warning("the index was not told that this engine ends, so its lease is left to expire: %s", fault)
 
     def _renew_lease(self, now: float) -> None:
-        if now >= self._due.beat_s:
+        if now >= self._due.renew_s:
             plan = self._plan
             self._check_lease(now)
             self._index.acquire_lease(writer_lease(plan.owner), plan.owner, now, plan.writer_lease_s)
-            self._due.beat_s = now + plan.writer_lease_s / 3
+            self._due.renew_s = now + plan.writer_lease_s / 3
             report = self.reporter.report(now, self._epoch[0].id)
             shared = report.model_copy(update={"at_s": self._index.shared_s(now)})
             self._index.put_note(NOTE_PREFIX + plan.owner, shared.note(), now + 2 * plan.writer_lease_s)
-            plan.with_beat(now)
-            self._due.beaten_s = now
+            plan.on_renewal(now)
+            self._due.renewed_s = now
             self._leave_lost_sets()
 
     def _check_lease(self, now: float) -> None:
         """Have the index rebuilt if it forgot that this engine's lease was renewed, and with it the records since then:
         a Redis that started from an old snapshot. Close the sets that are open again in it."""
-        plan, beaten_s = self._plan, self._due.beaten_s
-        if not 0.0 <= now - beaten_s < math.inf:  # the first one, or the clock was set back
+        plan, renewed_s = self._plan, self._due.renewed_s
+        if not 0.0 <= now - renewed_s < math.inf:  # the first one, or the clock was set back
             return
-        until_s = beaten_s + plan.writer_lease_s * 2 / 3  # clocks may have been set by the other third
+        until_s = renewed_s + plan.writer_lease_s * 2 / 3  # the other third allows for clocks that were set
         if self._index.lease_owner(writer_lease(plan.owner), until_s) == plan.owner:
             return
         opened = {info.set_id for info in self._index.sets() if info.is_open and info.owner == plan.owner}
         self._done_with.to_close += opened - self.supplies.set_ids()
-        if not self._index.was_reset and self._housekeeper.rebuilt_s() < beaten_s:
+        if not self._index.was_reset and self._housekeeper.rebuilt_s() < renewed_s:
             log.warning("the index went back to an earlier state: it is rebuilt from the segments")
             self._index.doubt()
 
@@ -300,7 +300,7 @@ class Keeper:
     def _rebuild_lost_index(self, now: float) -> None:
         loss = self._index.loss()
         if loss is not None:
-            self._due.beat_s = 0.0  # the lease is lost with the index
+            self._due.renew_s = 0.0  # the lease is lost with the index
             rebuilt = self._housekeeper.rebuild(lambda done, total: self._renew_lease(self._housekeeper.clock()))
             if rebuilt is None:
                 return  # another engine rebuilds the index, or may have done so in between
@@ -426,7 +426,7 @@ class Keeper:
         free_bytes = max(0, free_bytes - self._evictor.rules.reserve_bytes)
         room_bytes = self._space.room.bytes_for_sets(now, self._written_bytes(), free_bytes, plan.set_bytes)
         capacity_bytes = min(plan.capacity_bytes, room_bytes)
-        # Of a smaller capacity, fewer sets are kept ready: these are removed before any set with records is evicted.
+        # With a smaller capacity, fewer sets are kept ready. Surplus ones are removed before sets with records are.
         self._done_with.to_drop += self.supplies.bound_spares(plan.spares(capacity_bytes))
         _settle(self._done_with.to_drop, self._index.remove_set)
         return capacity_bytes

@@ -1,18 +1,17 @@
-"""SavePacing: how many chunks a step may plan to save after workers could not take all of an earlier step's. Pure."""
+"""SavePacing: limit of the chunks that a step plans to save, after workers refused some of an earlier step. Pure."""
 
 WINDOW_MIN = 8  # chunks of the first step after a refusal
 WINDOW_MAX = 1024  # chunks; a window beyond is none
 PAUSE_MAX = 31  # steps; longest pause in planning after a slot was lost
-PAUSE_STORING_MAX = (
-    7  # steps; longest pause if a chunk was stored since the last one: ranks of unequal pace, none stuck
-)
+# Longest pause, steps, if a chunk was stored since the last pause: then no rank is stuck, but their rates differ.
+PAUSE_STORING_MAX = 7
 
 
 class SavePacing:
     """A refused chunk is planned again in a later step. The window keeps steps from planning hundreds of chunks that
     are refused again: it begins small after each refusal, and doubles with each step without one.
 
-    If one rank refuses a chunk that another takes, the one that takes it writes it into a new slot with each attempt.
+    If one rank refuses a chunk that another takes, the other writes it into a new slot with each attempt.
     So no chunk is planned for a pause after such a refusal: 1 step, then 3, 7 and so on up to PAUSE_MAX, or up to
     PAUSE_STORING_MAX while chunks are stored. Once steps without a refusal have opened the window, pauses begin with 1
     step again.
@@ -30,11 +29,11 @@ class SavePacing:
     def slot_lost(self) -> None:
         """Note that one rank refused a chunk that another takes: the slot of this attempt is wasted."""
         self._was_refused = True
-        if not self._pause_left:  # a loss that is heard during a pause belongs to an attempt before it
+        if not self._pause_left:  # a loss reported during a pause is of an attempt before it
             self._pause_left = self._pause = min(2 * self._pause + 1, PAUSE_MAX)
 
     def stored(self) -> None:
-        """Note that all ranks took a chunk and that it is stored."""
+        """Note that all ranks have stored a chunk."""
         self._pause = min(self._pause, PAUSE_STORING_MAX // 2)
 
     def next_window(self) -> int | None:

@@ -107,7 +107,7 @@ class SetSupply:
             self._missed_s = None
 
     def answered(self, set_id: int, slot: int, is_blank: bool) -> None:
-        """Note that a save into this slot has ended. is_blank: nothing was written, so the slot is taken again."""
+        """Note that a save into this slot has ended. is_blank: nothing was written, so the slot can be reused."""
         with self._lock:
             of = self._sets.get(set_id)
             if of is not None:

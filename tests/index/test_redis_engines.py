@@ -189,7 +189,7 @@ def test_lists_that_redis_lost_alone_cost_no_set(server: Server, tmp_path: Path)
         one.save(prompt(number), list(range(12)))
     lists = "for _, k in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('DEL', k) end"
     server.cli("eval", lists, "0", "kvtier:{" + 16 * "?" + "}")
-    one.store._keeper._due.beat_s = 0.0
+    one.store._keeper._due.renew_s = 0.0
     wait_until(lambda: saves_all(one, 3) and hits(other, prompt(3)) == 3, "a save in a new set")
     one.close()
     other.store._keeper._housekeeper.sweep()
@@ -232,7 +232,7 @@ def test_saving_goes_on_where_redis_lost_the_table_of_sets_or_their_sum(
     index, keeper = one.store._keeper._index, one.store._keeper
     server.cli("incrby", "kvtier:{kvtier}:bytes", str(one.settings.capacity_bytes))
     server.cli("del", "kvtier:{kvtier}:" + key)
-    keeper._due.beat_s = 0.0
+    keeper._due.renew_s = 0.0
     keeper._due.sweep.want()
     wait_until(lambda: saves_all(one, 1) and hits(one, prompt(1)) == 3, "a save in a new set")
     wait_until(lambda: index.counts().n_bytes == sum(info.n_bytes for info in index.sets()), "the sum")
@@ -255,14 +255,14 @@ def test_a_redis_that_starts_from_an_old_snapshot_gets_all_records_again(server:
     before = [hits(engines[0], prompt(number)) for number in range(8)]
     assert 12 < sum(before) < 24
     for one in engines:
-        one.store._keeper._due.beat_s = 0.0
-    wait_until(lambda: all(one.store._keeper._due.beat_s for one in engines), "signs of life after the snapshot")
+        one.store._keeper._due.renew_s = 0.0
+    wait_until(lambda: all(one.store._keeper._due.renew_s for one in engines), "signs of life after the snapshot")
     server.kill()
     time.sleep(LEASE_S / 2)  # a start may take longer than the lease lasts
     server.start()
     engines[0].save(prompt(8), list(range(12)))  # refused: its set is not known
     for one in engines:
-        one.store._keeper._due.beat_s = 0.0
+        one.store._keeper._due.renew_s = 0.0
     keys = [engines[0].keys(prompt(number)) for number in range(8)]
 
     def found() -> list[int]:

@@ -175,7 +175,7 @@ def test_an_engine_reports_while_it_lives(tmp_path: Path) -> None:
     saved = engine.save(tokens, list(range(12)))
     assert engine.load(tokens, list(range(20, 32)))[0] == 3
     keeper, index = by_hand(engine), engine.store._keeper._index
-    keeper._due.beat_s = 0.0
+    keeper._due.renew_s = 0.0
     keeper.tick()
     (note,) = index.notes("worker/", 0.0).values()
     report = WorkerReport.read(note)

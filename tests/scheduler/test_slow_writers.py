@@ -110,7 +110,7 @@ def test_what_a_sweeper_cut_off_before_it_was_published_is_not_saved(
         monkeypatch.setattr(ring, "submit", before(ring.submit, once(housekeeper(writer).sweep)))
     assert told(writer, tokens_of(2)) == {SaveOutcome.FAILED}
     assert sum(path.stat().st_size for path in segments(tmp_path)) == (4096 + 2 * RECORD_BYTES) * has_records
-    keeper._due.beat_s = 0.0
+    keeper._due.renew_s = 0.0
     keeper.tick()
     assert told(writer, tokens_of(2)) == {SaveOutcome.SAVED}, "it goes on in a set of its own"
     writer.close()
@@ -139,7 +139,7 @@ def test_a_segment_that_is_made_late_is_not_left_in_no_index(
         assert len(left) == 1 and left <= {info.set_id for info in index.sets()}, "others count it, and remove it"
     else:
         assert len(left) == 1 and index.was_reset, "whoever reads the segments again may be at it"
-    keeper._due.beat_s = 0.0
+    keeper._due.renew_s = 0.0
     keeper.tick()
     assert told(writer, tokens_of(2)) == {SaveOutcome.SAVED}, "it goes on in a set of its own"
     housekeeper(writer).sweep()
@@ -169,7 +169,7 @@ def test_an_engine_whose_index_is_lost_goes_on_in_sets_that_the_new_one_knows(tm
     assert not writer.store._keeper._index.was_reset
     assert told(writer, tokens_of(2)) == {SaveOutcome.FAILED}
     for keeper in keepers:
-        keeper._due.beat_s = 0.0
+        keeper._due.renew_s = 0.0
         keeper.tick()
     for number, engine in ((3, writer), (4, other)):
         assert told(engine, tokens_of(number)) == {SaveOutcome.SAVED}

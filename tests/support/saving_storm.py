@@ -270,7 +270,7 @@ class SavingStorm:
     def _lapse(self, side: Side) -> None:
         """Its keeper hangs for longer than others believe that it lives."""
         keeper = side.engine.store._keeper
-        keeper._due.beat_s = time.time() + self._rng.uniform(1.0, 3.0) * LEASE_S
+        keeper._due.renew_s = time.time() + self._rng.uniform(1.0, 3.0) * LEASE_S
         self.told["lapsed"] += 1
 
     def _reset(self, side: Side) -> None:
