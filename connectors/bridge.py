@@ -208,7 +208,7 @@ class SchedulerBridge:
 
     def has_pending_gathers(self) -> bool:
         """Return True while chunks of ended requests wait for a step that takes them to the workers."""
-        return self.saves.has_ended
+        return self.saves.has_pending_gathers
 
     def take_step(self, is_idle: bool = False, rewritten: AbstractSet[int] | None = frozenset()) -> Step:
         """Return the work planned since the last step.

@@ -40,7 +40,7 @@ def wants_events(vllm_config: Any) -> bool:
         return False
     lacking = [name for name in NEEDED_FIELDS if name not in BlockStored.__struct_fields__]
     if lacking:
-        log.warning("the tier sends no KV events, because this vLLM's have no %s; use 0.27.1 or later", lacking[0])
+        log.warning("the tier sends no KV events, because those of vLLM lack %s; use 0.27.1 or later", lacking[0])
     return not lacking
 
 

@@ -74,8 +74,8 @@ class Bounds(NamedTuple):
 
     announced: announced chunks that are remembered, at 0.8 KiB each; beyond, the one not found for longest is revoked.
     waiting: changes not taken yet; beyond, no chunk is announced until it is found again.
-    expected: chunks that are being saved, or that may be saved again after a failure; beyond, the one that was neither
-    wanted nor answered for longest is forgotten. doubted: chunks to look up.
+    expected: chunks that are being saved, or that may be saved again after a failure; beyond, the one whose last
+    plan or answer is oldest is forgotten. doubted: chunks to look up.
     """
 
     announced: int = 32_768

@@ -52,7 +52,7 @@ class PendingSaves:
         self._ended: dict[int, list[WantedChunk]] = {}  # chunks by arrival of their request
 
     @property
-    def has_ended(self) -> bool:
+    def has_pending_gathers(self) -> bool:
         """Return True while chunks of ended requests wait for a step that takes them to the workers."""
         return bool(self._ended) or self.late.are_waiting
 
@@ -119,7 +119,7 @@ class PendingSaves:
                 self._pacing.stored()
             elif answer.outcome is SaveOutcome.QUEUE_FULL and (
                 answer.key in slots_lost or self._store.is_known(answer.key)
-            ):  # another rank wrote the chunk, or has not answered and most likely takes it
+            ):  # another rank wrote the chunk, or has not answered yet and will probably write it
                 self.late.refused(answer.key)
                 self._pacing.slot_lost()
         for lost in left:
