@@ -117,12 +117,12 @@ class Load:
 
 @dataclass(eq=False, slots=True)
 class Fetch:
-    """One chunk, brought once for all loads that want it now.
+    """Fetch of one chunk, shared by all loads that want it at the time.
 
-    chunk: as the load that began the fetch has it. wanted_by: parts that were not scattered yet. n_moving: scatters
-    that have not landed. n_loads: loads that ever wanted it. slot: of the arena. host_slot: of the host arena, reserved
-    for signed bytes that are read, or leased where the chunk is copied up; -1: none.
-    held: open segments, until the bytes were verified.
+    chunk: from the load that began the fetch. wanted_by: parts that are not scattered yet. n_moving: scatters under
+    way. n_loads: loads that have wanted it so far. slot: in the arena. host_slot: in the host arena, reserved as the
+    target of a read of signed bytes, or leased where the chunk is copied up; -1: none. held: open segments, until the
+    bytes are verified.
     """
 
     namespace: bytes
@@ -540,7 +540,7 @@ class ChunkLoader:
         return Move(patch, chunk.block_ids, slabs, self.first_block(chunk) if chunk.first_token else 0)
 
     def first_block(self, chunk: LoadChunk) -> int:
-        """Return how many of the chunk's blocks the engine has computed itself: they are not written."""
+        """Return how many of the chunk's first blocks the engine computed itself. The load does not write these."""
         blocks, rest = divmod(chunk.first_token, self._worker.pages.block_tokens)
         assert rest == 0, "local hits end at a block"
         return blocks

@@ -38,9 +38,9 @@ _due_of, _marks_of = attrgetter("due_s"), attrgetter("marks")
 
 
 class Turn(NamedTuple):
-    """Result of a turn. has_moved: something changed. goes_on: the next turn has work at once. io: the reads,
-    writes or flushes under way that were begun first. n_bytes: of all I/O under way. is_polled: something else is under
-    way that does not wake the loop."""
+    """Result of a turn. has_moved: something changed. goes_on: the next turn has work at once. io: the oldest batch of
+    reads, writes or flushes under way. n_bytes: size of all I/O under way. is_polled: work is under way whose end does
+    not wake the loop."""
 
     has_moved: bool = False
     goes_on: bool = False

@@ -1,4 +1,4 @@
-"""Record reader: reads the records of chunks from segments into arena slots, judges them, and retracts those that are
+"""Record reader: reads the records of chunks from segments into arena slots, checks them, and retracts those that are
 bad or gone.
 
 All of it may wait for the storage or for the index, so it runs on threads of the pool."""
@@ -29,16 +29,16 @@ UNSIGNED = "it was not signed with this engine's secret"
 
 
 class FetchFailed(Exception):
-    """The chunk can't be had; the request is recomputed from it on. Never leaves kvtier.worker.loop."""
+    """The chunk cannot be loaded, so the request computes its tokens from there on. Never leaves kvtier.worker.loop."""
 
 
 class SegmentGone(FetchFailed):
-    """The file, or its end, is not there any more, so nothing in it is."""
+    """The segment file is missing, or ends before the record."""
 
 
 class FileReads(NamedTuple):
-    """The reads of one chunk, a run of slabs of a record each, on their way into a slot since `begun_s`. In a signed
-    namespace as many header pages are read behind them."""
+    """The reads of one chunk into a slot, begun at `begun_s`: a run of slabs from each of its records. In a signed
+    namespace the header pages of these records are read behind them."""
 
     namespace: bytes
     key: bytes
@@ -179,8 +179,8 @@ class RecordReader:
         self.stuck.note_read(_names(source.location for source in reads.sources), reads.begun_s)
 
     def judge(self, reads: FileReads) -> bool:
-        """Return True if reads that have ended are good, False where what came may be stale and is to be read anew.
-        Raises FetchFailed."""
+        """Return True if the reads, which have ended, are good; False if they may be stale and must be repeated with
+        segments opened anew. Raises FetchFailed."""
         failed = self._first_bad(reads)
         if failed is None:
             return True
@@ -191,33 +191,34 @@ class RecordReader:
             raise FetchFailed(f"{place_of(location)}: {errno.errorcode.get(error, error)}")
         if self.may_be_stale(error) and what != UNSIGNED:
             self.rechecks.add(reads.namespace, reads.key, location)
-            raise FetchFailed(f"{place_of(location)}: {what}, also when it is opened again; it is kept for now")
+            raise FetchFailed(f"{place_of(location)}: {what}, also after a new open; it stays in the index for now")
         self.retract(reads.key, location)
-        # A file that was cut short says nothing of the storage; bytes that are others do.
+        # Wrong bytes are a fault of the storage; a truncated file is not.
         self._worker.metrics.add(names.GONE_CHUNKS if error else names.CHECKSUM_FAILURES)
         raise (SegmentGone if error else FetchFailed)(f"{place_of(location)}: {what}")
 
     def doubt(self, namespace: bytes, key: bytes, bad: Sequence[Location]) -> None:
-        """Records that do not match even when their segments are opened anew are looked at once more later. Raises
-        FetchFailed."""
+        """Have records checked again later whose checksums did not match after their segments were opened anew either.
+        Raises FetchFailed."""
         for location in bad:
             self.rechecks.add(namespace, key, location)
-        raise FetchFailed(f"{place_of(bad[0])}: a checksum does not match, also when it is opened again")
+        raise FetchFailed(f"{place_of(bad[0])}: a checksum does not match, also after a new open")
 
     def condemn(self, key: bytes, bad: Sequence[Location]) -> None:
-        """Records that do not match are not offered again. Raises FetchFailed."""
+        """Retract records whose checksums do not match. Raises FetchFailed."""
         for location in bad:
             self.retract(key, location)
         raise FetchFailed(f"{place_of(bad[0])}: a checksum does not match")
 
     def may_be_stale(self, error: int = 0) -> bool:
-        """Return True if a read that ended with `error` (0: with other bytes) tells nothing yet of what is stored."""
+        """Return True if a read that failed with `error` (0: wrong bytes) may succeed later on this file system."""
         return self._sharing.may_be_away if error else self._sharing.may_be_stale
 
     def retract_gone(self, namespace: bytes, chunks: Sequence[LoadChunk]) -> None:
-        """After SegmentGone: those of the chunks behind it whose segments are gone too, or end before them. A load ends
-        at the first one, so a long prompt would else be recomputed once for each of them. Without the folder, as on a
-        mount that is away, it is not the segments that are gone. Raises TierUnavailable, Corrupt, OSError."""
+        """After SegmentGone, retract the later chunks whose segments are gone too, or end before the chunk's records. A
+        load ends at the first such chunk, so a long prompt would else be recomputed once for each of them. Retract
+        nothing where the folder is missing too, as with a mount that is away. Raises TierUnavailable, Corrupt, OSError.
+        """
         files = self._worker.files(namespace)
         if not files.is_there():
             return
@@ -233,13 +234,13 @@ class RecordReader:
                     self.retract(chunk.key, location)
 
     def _of_removed_sets(self, chunks: Sequence[LoadChunk]) -> list[LoadChunk]:
-        """Return the chunks none of whose sets the index knows any more."""
+        """Return the chunks whose sets are all gone from the index."""
         sets_of = {chunk.key: {at.set_id for at in entries.locations_of(chunk.entry)} for chunk in chunks}
         known = self._known_sets(set().union(*sets_of.values()))
         return [chunk for chunk in chunks if not sets_of[chunk.key] & known]
 
     def _known_sets(self, set_ids: set[int]) -> set[int]:
-        """Return the sets that the index has; all while it does not answer."""
+        """Return those of the sets that the index has; all of them if it does not answer."""
         try:
             return {info.set_id for info in self._worker.index.some_sets(set_ids)}
         except IndexUnavailable:
@@ -247,7 +248,7 @@ class RecordReader:
             return set_ids
 
     def retract(self, key: bytes, location: Location) -> None:
-        """Have a bad or missing record not offered again (compare-and-delete: never another writer's record)."""
+        """Remove a bad or missing record from the index (compare-and-delete: never another writer's record)."""
         try:
             self._worker.index.retract(key, location)
         except IndexUnavailable:
@@ -287,7 +288,7 @@ class RecordReader:
                 self.retract(key, location)
                 raise
             self.rechecks.add(held.namespace, key, location)
-            raise FetchFailed(f"{fault}; it is kept for now, for it may be seen too early") from fault
+            raise FetchFailed(f"{fault}; it stays in the index, for the read may have been too early") from fault
 
     def _op(self, key: bytes, slot: int, source: Source, segment: OpenSegment, offset: int) -> ReadOp:
         """offset: of the record in the segment."""
@@ -307,8 +308,7 @@ class RecordReader:
         )
 
     def _first_bad(self, reads: FileReads) -> tuple[Location, int, str] | None:
-        """Return the first bad read of those that have ended: its record, its errno (0: the bytes are not those), and
-        what is wrong then."""
+        """Return the record, the errno (0: wrong bytes) and the fault of the first bad read; None if all are good."""
         sources = reads.sources
         for number, result in enumerate(reads.batch.results()):
             if not result.ok:

@@ -197,7 +197,7 @@ class RecordWriter:
         self.ready[:n_seen] = left
         if stuck:
             self._saver.end(stuck, SaveOutcome.FAILED)
-            self._hangs("their segment does not answer")
+            self._hangs("a segment file does not answer")
         if staged:
             namespace, timeout_s = staged[0].plan.namespace, self._worker.timeout_s
             batch = SaveBatch(
@@ -435,11 +435,11 @@ class RecordWriter:
         self._log.warning("full", "no room to save; tried again after %.1f s: %s", FULL_PAUSE_S, why)
 
     def _hangs(self, why: str) -> None:
-        """Note that a file hangs: saving pauses unless others are written."""
+        """Log that writes to a file hang. Pause saving if no write to another file has succeeded within the timeout."""
         if self._saved_s < self._worker.clock() - self._worker.timeout_s:
             self._back_off(why)
         else:
-            self._log.warning("hangs", "saves to one segment file failed, others go on: %s", why)
+            self._log.warning("hangs", "saves to one segment file failed, those to others go on: %s", why)
 
     def _back_off(self, why: str) -> None:
         pause_s = self.disk.refused(self._worker.clock())

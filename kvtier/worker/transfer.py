@@ -105,7 +105,7 @@ class Transfer:
         self._saver.save(plan)
 
     def load(self, plan: LoadPlan) -> None:
-        """Queue the plan, whose blocks stay this plan's until its one answer comes with some later `poll`."""
+        """Queue a load. Its blocks belong to the plan until a later `poll` returns its one answer."""
         self._loader.load(plan)
 
     def forget(self, keys: Iterable[bytes]) -> None:
