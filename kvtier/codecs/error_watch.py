@@ -1,8 +1,8 @@
 """Check of the first chunks that a lossy codec encodes: heads whose error is large beside their signal.
 
 A codec may suit one model and not another: where K is almost only a bias, an error that follows the bias can be larger
-than what differs between tokens. That is seen without the model, by decoding a sample. A thread of its own does it: on
-a GPU it waits for the device, which the transfer loop never does.
+than what differs between tokens. Decoding a sample shows that without running the model. A thread of its own compares,
+because it waits for the GPU, and the transfer loop never does.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from kvtier.runtime.threads import begin
 
 log = logging.getLogger("kvtier")
 
-ERROR_MAX = 0.3  # largest error of a head beside its signal that is not counted
-# Least signal of a head beside its norm that counts: less is no more than the engine's own rounding.
+ERROR_MAX = 0.3  # error of a head, as a share of its signal, above which the head is bad
+# Least signal of a head, as a share of its norm, for which it can be bad: less is rounding by the engine itself.
 SIGNAL_MIN = 2.0**-8
 LAYERS_AT_ONCE = 4  # layers of one chunk that a call of `encode` adds to the sample
 BETTER = {"k4v4": "k6v5 or int8", "k6v5": "int8", "int8": "raw"}  # presets to use instead
@@ -47,8 +47,8 @@ class _Layer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """kvtier.codecs.base.Encoded that has layers of the first move compared once they are encoded. copied: when they
-    are copied, too; None on the CPU."""
+    """kvtier.codecs.base.Encoded that begins to compare layers of the first move once they are encoded. copied: event
+    after their copies; None on the CPU."""
 
     inner: Encoded
     watch: WatchedMover
@@ -65,7 +65,7 @@ class _Watched:
 class WatchedMover:
     """kvtier.codecs.base.Mover that samples each layer of one engine's pages once. Thread-safe.
 
-    heads_compared, heads_bad: of K and of V; bad are those whose error beside their signal is above ERROR_MAX.
+    heads_compared, heads_bad: heads of K and V so far. A head is bad if its error exceeds ERROR_MAX times its signal.
     """
 
     def __init__(self, mover: Mover, preset: str, vectors: VectorPages, rope_base: float = 0.0) -> None:
@@ -97,7 +97,7 @@ class WatchedMover:
         self._mover.decode(moves)
 
     def begin_to_compare(self, layers: Sequence[_Layer], copied: torch.cuda.Event | None) -> None:
-        """Have these layers compared, unless others are: a later move will do as well."""
+        """Compare these layers on a thread, unless it still compares others: then a later move brings them again."""
         with self._lock:
             if self.comparison is None or self.comparison.done():
                 try:

@@ -147,7 +147,8 @@ def decode_matrix(code: PlaneCode) -> npt.NDArray[np.int8 | np.float16]:
 
 
 def signed_centroids(bits: int) -> npt.NDArray[np.int8 | np.float16]:
-    """(codes,) int8, or (64,) fp16 where they have more than 7 bits: a lane holds two, of 5 bits one and a 0."""
+    """Return the centroids, (codes,) int8 for codes of up to 4 bits, else (64,) fp16. A lane holds two of these: with
+    codes of 5 bits one and a 0."""
     positive = CODEBOOKS[bits].centroids
     signed = [*(-c for c in reversed(positive)), *positive]
     return np.array(signed, np.int8) if bits <= 4 else np.array(signed + [0] * (64 - len(signed)), np.float16)
