@@ -84,8 +84,8 @@ class StaleLease(KVTierError):
 
 
 class WeightsUnreadable(KVTierError):
-    """A weight file ends early, cannot be read, or was changed while it was read. offset: in the file, if one is
-    concerned. reason: the message without the path and the offset."""
+    """A weight file ends early, cannot be read, or was changed while it was read. offset: byte in the file; None: the
+    whole file. reason: the message without the path and the offset."""
 
     def __init__(self, path: Path, offset: int | None, reason: str) -> None:
         self.path, self.offset, self.reason = path, offset, reason
@@ -93,10 +93,10 @@ class WeightsUnreadable(KVTierError):
 
 
 class WeightsDamaged(Corrupt):
-    """A block of a weight file has not the checksum of the manifest. offset: of the block, in the file.
+    """A block of a weight file does not match its checksum in the manifest. offset: of the block in the file, bytes.
 
-    tensors: names of those that have bytes in the block; none where the block only holds the header. reason: the
-    message without the path and the offset.
+    tensors: names of the tensors with bytes in the block; none where it holds only the header. reason: the message
+    without the path and the offset.
     """
 
     def __init__(self, path: Path, offset: int, tensors: Sequence[str]) -> None:

@@ -101,8 +101,8 @@ class LatencySummary(Answer):
 
 
 class Latencies(Answer):
-    """lookup: of a prompt, in the index. load: of a request, from asking a worker to the last byte. save: of a chunk,
-    from its gather in the worker to its publication, with the wait in the queue."""
+    """Latencies. lookup: of a prompt, in the index. load: of a request, from the plan's arrival in a worker to the last
+    byte. save: of a chunk, from its gather in the worker to its publication, with the wait in the queue."""
 
     lookup: LatencySummary
     load: LatencySummary

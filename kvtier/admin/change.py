@@ -51,7 +51,7 @@ def _check_known(opened: Opened, selection: Selection, sets: Sequence[SetInfo]) 
     if tenant and tenant not in known:
         labels = ", ".join(repr(label) for label in sorted(known - {""})[:SETS_SHOWN_MAX]) or "none"
         raise NotThere(
-            f"no tenant has the label {tenant!r} in the settings, and no segment set is of it; known labels: {labels}; "
+            f"no tenant in the settings and no segment set has the label {tenant!r}; known labels: {labels}; "
             'the label "" stands for requests without one'
         )
     if namespace and namespace not in {info.namespace for info in sets} and namespace not in opened.book.ids():

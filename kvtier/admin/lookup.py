@@ -66,7 +66,7 @@ def _all(opened: Opened, sets: Sequence[SetInfo]) -> list[bytes]:
 
 
 def _places(values: Sequence[bytes], owners: dict[int, str]) -> list[SetHit]:
-    """Return one row for each set with chunks of the hit. A chunk of which engines wrote parts counts in each set."""
+    """Return one row for each set with chunks of the hit. A chunk with records in several sets counts in each."""
     chunks: dict[int, set[int]] = {}
     files: dict[int, set[str]] = {}
     for number, value in enumerate(values):

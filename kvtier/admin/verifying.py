@@ -17,7 +17,7 @@ BAD_SHOWN_MAX = 200
 
 
 class _Cancelled(Exception):
-    """Raised in a job's own progress, to leave the reading."""
+    """Raised by a job's progress callback to stop the job."""
 
 
 @dataclass(slots=True)

@@ -50,7 +50,7 @@ class Commands(TyperGroup):
             print(" ".join(f"{_said(error)}{_fix(error)}".split()), file=sys.stderr)
             try:
                 sys.stdout.flush()
-            except OSError:  # it is full; the interpreter would say so once more as it ends
+            except OSError:  # standard output is full; else the interpreter would report that again at its end
                 drop_output()
             return NOT_DONE
 

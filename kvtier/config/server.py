@@ -16,13 +16,14 @@ Port = Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=65535)]
 
 
 class ServerSettings(BaseModel):
-    """host, port: where it listens; port 0 is a free one. Without a token, host must be a loopback address.
+    """Settings of the admin service. host, port: address to listen on; port 0 takes a free one. Without a token, host
+    must be a loopback address.
 
-    admin_token, read_token: who brings one may do everything, or only look; the files hold the same, and one line.
-    tls_cert, tls_key: PEM files; with them it speaks https alone.
-    body_bytes_max, timeout_s, connections_max: bounds of a request, of its body's coming and its answer, and of
-    connections at a time, of which one address has half at most. history_s: how often the dashboard's curves get a
-    point.
+    admin_token, read_token: tokens for all requests, and for those that only read. admin_token_file, read_token_file:
+    files with one line, the token. tls_cert, tls_key: PEM files; with them the service accepts https only.
+    body_bytes_max: limit of a request's body. timeout_s: limit of the time until the body has arrived, and until it is
+    answered. connections_max: limit of connections at a time; one address has at most half of them. history_s: interval
+    of points of the dashboard's curves.
     """
 
     model_config = FROZEN

@@ -61,7 +61,7 @@ _SERVICE_LINK = re.compile(
     r"|(?P<addr>PORT_\d+_(TCP|UDP|SCTP)_ADDR)|(?P<proto>PORT_\d+_(TCP|UDP|SCTP)_PROTO)|PORT(_\d+_(TCP|UDP|SCTP))?)"
 )
 _NO_GROUP = ("model_type", "model_attributes_type")  # complaints of a value that stands for a whole group
-# Pydantic's complaints of a wrong type begin so: "int_parsing", "int_from_float".
+# First word of Pydantic's error types for a value of a wrong type, as in "int_parsing" and "int_from_float".
 _PLAIN_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 CHUNK_TOKENS_UNIT = 16  # smallest block of any engine, tokens; a chunk is a whole number of blocks

@@ -35,7 +35,7 @@ def _secret(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(KEY, str(path), f"no secret can be read there: {error.strerror}") from None
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(KEY, str(path), "not a plain file")
+        raise ConfigError(KEY, str(path), "it is not a plain file: name one with the secret")
     if status.st_mode & 0o077:
         raise ConfigError(KEY, str(path), f"others can read or write it: chmod 600 {path}, and make another secret")
     if status.st_uid not in (0, os.geteuid()):

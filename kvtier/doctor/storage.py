@@ -66,8 +66,8 @@ def examine_storage(host: Host, root: Path, settings: Settings | None, peer: Pat
 
 
 def with_capacity(settings: Settings) -> Settings:
-    """Return the settings of a root that is given alone, with an engine's default capacity. They are unchanged where
-    the disk is full or does not answer, which has a verdict of its own."""
+    """Return the settings of a root that is given alone, with an engine's default capacity. They are unchanged if the
+    disk is full or does not answer, because other checks report that."""
     with suppress(ConfigError, OSError):
         return with_default_capacity(settings)
     return settings

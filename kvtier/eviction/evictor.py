@@ -185,8 +185,8 @@ class Evictor:
         return pins.protected_sets(sets, found, held, int(capacity_bytes * self.rules.pinned_max_fraction))
 
     def _filled(self, sets: Sequence[SetInfo]) -> frozenset[int]:
-        """Return the ids of the open sets whose engine lives. What one that was killed left open needs no sweep
-        before it is removed: what its writer may yet publish is refused then."""
+        """Return the ids of the open sets of living engines. An open set of a killed engine can be evicted before a
+        sweep closes it, because the index refuses records of removed sets."""
         owners = {info.owner for info in sets if info.is_open}
         living = {o for o in owners if self._index.lease_owner(writer_lease(o), self._clock()) is not None}
         return frozenset(info.set_id for info in sets if info.is_open and info.owner in living)

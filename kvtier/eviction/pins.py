@@ -21,7 +21,8 @@ ID_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Pin of an administrator. keys: None: the whole namespace. created_s, expires_s: index's clock; None: never."""
+    """Pin set by an administrator. keys: pinned chunks; None: the whole namespace. created_s, expires_s: seconds by the
+    index's clock; None: never."""
 
     pin_id: str
     namespace: bytes

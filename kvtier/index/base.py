@@ -105,9 +105,9 @@ class IndexCounts:
 
 @dataclass(frozen=True, slots=True)
 class RemoteState:
-    """State of a remote index before an engine uses it. url: without credentials. said: its content, or the reason why
-    it does not answer. warning: a fault of the server and its fix, or the fix alone where it does not answer; "" where
-    none is known."""
+    """State of a remote index before an engine uses it. url: without credentials. said: content of the index, or the
+    reason why the server does not answer. warning: a fault of the server and its fix, or only the fix if it does not
+    answer; "" if none is known."""
 
     url: str
     does_answer: bool

@@ -30,7 +30,7 @@ class MemoryIndex(Index):
         self._loss: Loss | None = (b"%d" % next(_loss_numbers),)
 
     def loss(self) -> Loss | None:
-        """Return the loss with which the index began, until `rebuilt` is called: it knows no record of the root."""
+        """Return the loss with which the index began, until `rebuilt` is called: a new index lists no records."""
         return self._loss
 
     def rebuilt(self, loss: Loss | None) -> None:

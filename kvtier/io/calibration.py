@@ -90,7 +90,7 @@ class Calibration:
             choice = EngineChoice(**values["choice"])
             are_sizes = all(type(size) is int and size > 0 for size in choice[1:])
             if choice.engine not in get_args(EngineName) or not are_sizes:
-                raise ValueError(f"an engine like {choice}")
+                raise ValueError(f"unknown engine or wrong sizes in {choice}")
             read, write, latency = (_rate(values[name]) for name in ("read_bytes_s", "write_bytes_s", "latency_s"))
             reasons = tuple(str(reason) for reason in values["reasons"])
             return cls(choice, read, write, latency, float(values["seconds"]), reasons)

@@ -105,7 +105,7 @@ class RangeReader:
         handle, message = ctypes.c_void_p(), Message()
         error = library.kvtier_slots_open(self._options, ctypes.byref(handle), *message.room)
         if error == errno.EINVAL:
-            raise ValueError(f"range reads with {_OPTIONS.unpack(self._options)}")
+            raise ValueError(f"invalid options of range reads: {_OPTIONS.unpack(self._options)}")
         if error:
             raise TierUnavailable(f"CUDA device {self.device_ordinal} cannot be used for I/O: {message.of(error)}")
         self._handle = handle

@@ -336,7 +336,7 @@ class AlignedBuffer:
 
     def __init__(self, n_bytes: int) -> None:
         if n_bytes <= 0:
-            raise ValueError(f"a buffer of {n_bytes} bytes")
+            raise ValueError(f"a buffer cannot have {n_bytes} bytes")
         self.n_bytes = n_bytes
         mapped_bytes = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
         if n_bytes >= _HUGE_PAGE_BYTES:

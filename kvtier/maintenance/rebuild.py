@@ -157,7 +157,7 @@ class ReadBack:
 
     def _check_held(self, lapses: int) -> None:
         if not self._lease.is_held_since(lapses):
-            raise HeldUp("others may have swept while it was read")
+            raise HeldUp("another process may have swept the root while the set was read")
 
     def _make_way(self, files: SegmentFiles, missing: Sequence[NewRecord], progress: Callable[[], None]) -> None:
         """Remove bad records of these chunks from the index where they block records that were read, that is where they

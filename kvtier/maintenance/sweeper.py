@@ -127,8 +127,8 @@ class Housekeeper:
             log.warning(text, lacking)
 
     def _disk_s(self) -> float:
-        """Return the present time by the clock that the root's files are dated with. On a network file system that is
-        the server's, from which a node's may differ by more than a grace time is long."""
+        """Return the time by the clock that dates the root's files. On a network file system that is the server's,
+        and this node's clock may differ from it by more than a grace time."""
         now_s, ahead_s = self.clock(), 0.0
         if self._may_be_away:
             with suppress(OSError):

@@ -159,7 +159,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"the number {name}")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _entry(name: str, value: object, begin: int) -> TensorEntry:

@@ -1,7 +1,7 @@
-"""Sums on the device: which blocks of a read are summed where they land, and their checksums.
+"""Checksums of weights on the device: finds the blocks that a read brings there whole, and sums them.
 
-16 cores copy 8B parameters to a GPU in 0.4 s, and need a quarter more to sum them; the GPU does that in 6 ms, most of
-it while others are read.
+16 cores copy 8B parameters to a GPU in 0.4 s, and would take a quarter longer to sum them too. The GPU sums them in
+6 ms, mostly while further blocks are read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvtier.weights.copies import Table
 
 log = logging.getLogger("kvtier")
 
-# Bytes to sum from which on it pays to compile the kernel while they are read.
+# Least bytes to sum for which compiling the kernel during the read pays off.
 FIRST_BYTES_MIN = 4 << 30
 KERNELS = OwnFiles(FOLDER / "kernels", "kernel", b"KVTKERN1")
 PAIR_BYTES = 8  # of the checksum; the kernel loads pairs

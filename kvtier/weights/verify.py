@@ -15,7 +15,7 @@ from kvtier.weights.reader import Sums, WeightReader, damage
 
 @dataclass(frozen=True, slots=True)
 class WeightFinding:
-    """A fault of a file. offset: of the block concerned, None for the file as a whole. what: does not repeat these."""
+    """A fault of a file. offset: first byte of the bad block; None for the file as a whole. what: text without both."""
 
     file: str
     offset: int | None

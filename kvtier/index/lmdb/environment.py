@@ -291,7 +291,7 @@ class SharedEnvironment:
             self._discard(opened)
         said = str(error) if isinstance(error, lmdb.Error) else ""
         is_full = (isinstance(error, OSError) and error.errno in FULL) or os.strerror(errno.ENOSPC) in said
-        if os.strerror(errno.EIO) in said:  # LMDB says so of a write that a full disk cut short, too
+        if os.strerror(errno.EIO) in said:  # LMDB also reports EIO for a write that a full disk cut short
             with contextlib.suppress(OSError):
                 is_full = not shutil.disk_usage(self.path).free
         fix = f"; records are added while its disk has {RESERVE_BYTES >> 20} MiB free" if is_full else ""
