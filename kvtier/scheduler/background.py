@@ -103,7 +103,7 @@ class _Due:
 @dataclass(slots=True)
 class _Space:
     """State of the disk. was_refused, has_saved: a save was refused, or succeeded, since the last tick. refused_bytes:
-    free bytes when a tenant's set could not be created; None while all could."""
+    capacity, by the disk too, when a set could not be created; None if none is refused."""
 
     room: Room
     was_refused: bool = False
