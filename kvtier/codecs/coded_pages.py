@@ -137,8 +137,8 @@ class CodedPages(ABC):
                 self.decode_kernel.launch(group.grid, arguments, table.reshape(-1), self.device)
 
     def prepare(self) -> None:
-        """Compiles and loads both kernels, by launches of nothing: not for an engine's thread between forwards. Waits
-        for all tables, because others than the current stream will read them."""
+        """Compile and load both kernels by empty launches, which an engine's thread must not do between forwards. Wait
+        for all tables, because other streams than the current one will read them."""
         with on_device(self.device):
             table = np.zeros(1, np.int64)
             encode_arguments = self.encode_arguments(_NOTHING, TableAt(0))

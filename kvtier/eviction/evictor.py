@@ -232,5 +232,5 @@ class Evictor:
         return EvictionResult(tuple(removed), freed_bytes)
 
     def _lease(self) -> int | None:
-        """Takes the lease, or renews it."""
+        """Take the lease, or renew it. Return its fencing token; None if another process holds the lease."""
         return self._index.acquire_lease(EVICT_LEASE, self._owner, self._clock(), LEASE_TTL_S)

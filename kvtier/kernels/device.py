@@ -237,9 +237,9 @@ class DevicePages:
         return self._kernels.setdefault((alignment, to_pages), kernel)
 
     def _prepare(self) -> None:
-        """Compiles and loads both kernels, by launches of nothing: neither is for an engine's thread between forwards.
+        """Compile and load both kernels by empty launches, which an engine's thread must not do between forwards.
 
-        Waits for the table of planes, because others than the current stream will read it."""
+        Wait for the table of planes, because other streams than the current one will read it."""
         nothing = Alike(Patch(0, 0, 0, 0, 0), torch.Size((0, PAGE_BYTES)), 0, [])
         with on_device(self._device):
             for to_pages in (False, True):

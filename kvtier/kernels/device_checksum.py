@@ -179,7 +179,7 @@ def slab_checksums(runs: Sequence[SlabRun], walk: Walk = WALKS[0]) -> PendingSum
 
 
 def prepare(device: torch.device) -> None:
-    """Compiles and loads the kernel and has memory for tables pinned, for which else the first load would wait."""
+    """Compile and load the kernel, and pin memory for tables, or the first load would wait for both."""
     table_kernel.prepare(device)
     with on_device(device):
         _kernel(WALKS[0]).launch((0, 1, 1), (TableAt(0), TableAt(0), 1, 1), np.zeros(1, np.int64), device)

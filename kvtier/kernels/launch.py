@@ -21,7 +21,7 @@ TABLES_AHEAD = 32
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes `device` current: Triton launches on the current one, which in a new thread is the first of the host."""
+    """Make `device` the current one, on which Triton launches. In a new thread the current device is the first."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

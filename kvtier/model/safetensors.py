@@ -137,9 +137,10 @@ def checkpoint_files(folder: Path, index: dict[str, Any]) -> list[Path]:
 
 
 def _is_plain(text: str, table: object) -> bool:
-    """Return True if surely no key stands twice: a hook that looks at each object takes longer than all else.
+    """Return True if certainly no key is repeated. This count of quotes saves a hook on each object, which would take
+    longer than all else.
 
-    Without escapes a header has as many quotes as five strings a tensor need, and its metadata, if none is repeated.
+    If no key is repeated, a header without escapes has the quotes of five strings a tensor and of its metadata.
     """
     if not isinstance(table, dict) or "\\" in text:
         return False

@@ -181,7 +181,7 @@ def default_index_path(root: Path, folder: Path) -> Path:
 
 
 def claim(folder: Path, mine: Owner) -> None:
-    """Takes `folder` for this node, or agrees with the process of this node that did. Raises ConfigError, OSError."""
+    """Claim `folder` for this node, or check the claim that is there already. Raises ConfigError, OSError."""
     path = folder / OWNER_FILE
     theirs = _parse(path, create_once(path, mine.to_json(folder)))
     check_claim(folder, theirs, mine)

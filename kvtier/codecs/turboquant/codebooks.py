@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Codebook:
-    """reach: the curve spans so many deviations either way. curve: its coefficients, from that of v on, which fp16
-    holds. centroids: of the positive half, ascending; the negative ones are the same."""
+    """reach: range of the curve on either side, standard deviations. curve: its coefficients, exact in fp16, from that
+    of v on. centroids: of the positive half, ascending; the negative half mirrors them."""
 
     bits: int
     unit: float
