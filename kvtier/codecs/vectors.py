@@ -52,7 +52,7 @@ class Flags:
 
     def __init__(self, refused: torch.Tensor) -> None:
         """refused: (moves,) bool, on any device."""
-        # On the launches' own stream: the current one of the thread that waits may be the engine's, and full by then.
+        # On the launches' own stream: the waiting thread's current stream may be the engine's, with forwards queued.
         self._refused = refused.to("cpu", non_blocking=True)
         self._copied = torch.cuda.current_stream(refused.device).record_event() if refused.is_cuda else None
 

@@ -22,7 +22,7 @@ class SigningSettings(BaseModel):
     key_file: SecretPath | None = None
 
     def signer(self) -> Signer | None:
-        """Return the signer with the secret; None if nothing is signed. Raises ConfigError, without the secret in it."""
+        """Return the signer; None if nothing is signed. Raises ConfigError, without the secret in it."""
         return None if self.key_file is None else Signer(_secret(self.key_file))
 
 

@@ -191,8 +191,8 @@ def claim(folder: Path, mine: Owner) -> None:
         try:
             replace_small(path, Owner(mine.node, mine.index_path or theirs.index_path).to_json(folder))
         except OSError as error:
-            # A boot is noted once there is room, because commands may evict. But the index will name the new boot, and
-            # by the old one this node would be known no more.
+            # A later start can write the boot id, and commands can evict until then. But where the boot id identifies
+            # the node, owner.json must not keep the old one: the index will have the new one.
             if has_new_index or error.errno not in FULL or not _is_known_without_boot(folder, theirs, mine.node):
                 raise
 
