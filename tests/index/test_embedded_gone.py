@@ -13,6 +13,8 @@ import pytest
 from kvtier.config.settings import Settings
 from kvtier.errors import IndexUnavailable
 from kvtier.index import open as indexes
+from kvtier.index import values
+from kvtier.index.base import SetInfo
 from kvtier.index.lmdb import environment
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.storage.root import open_root
@@ -51,6 +53,25 @@ def test_a_lookup_never_waits_for_what_the_folder_lies_in(tmp_path: Path) -> Non
         goes_on.set()
         other.join()
     assert index.resolve([key(1)]) == []
+    index.close()
+
+
+@pytest.mark.parametrize("listing", [LmdbIndex.sets, LmdbIndex.counts])
+def test_a_lookup_does_not_wait_while_sets_are_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listing: Callable[[LmdbIndex], object]
+) -> None:
+    """A root may have 20,000 sets."""
+    index = open_index(tmp_path / "index")
+    assert index.create_set(set_info(1))
+    unpack, found = values.unpack_set, list[list[bytes]]()
+
+    def look_up_first(set_id: int, value: bytes) -> SetInfo:
+        found.append(index.resolve([key(1)]))  # raises once the lookup's time is over
+        return unpack(set_id, value)
+
+    monkeypatch.setattr(values, "unpack_set", look_up_first)
+    listing(index)
+    assert found == [[]]
     index.close()
 
 

@@ -112,7 +112,9 @@ class View(NamedTuple):
         """Return (key, value) of the keys that begin with `prefix`, in order; at most the first `limit`."""
         found: list[tuple[bytes, bytes]] = []
         cursor = self.txn.cursor(self.databases[database])
-        if cursor.set_range(prefix) if prefix else cursor.first():
+        if not prefix:
+            return list(islice(cursor, limit))  # type: ignore[arg-type]  # buffers=False
+        if cursor.set_range(prefix):
             for key, value in islice(cursor, limit):
                 if not bytes(key).startswith(prefix):
                     break

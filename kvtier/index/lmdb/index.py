@@ -152,7 +152,7 @@ class LmdbIndex(Index):
         self._change_set(set_id, lambda info: replace(info, is_open=False, n_bytes=n_bytes))
 
     def sets(self) -> list[SetInfo]:
-        return self._shared.read(_sets)
+        return _unpacked(self._shared.read(lambda view: view.scan("sets")))
 
     def some_sets(self, set_ids: Collection[int]) -> list[SetInfo]:
         wanted = sorted(set(set_ids))
@@ -240,12 +240,11 @@ class LmdbIndex(Index):
         return self._shared.write(work)
 
     def counts(self) -> IndexCounts:
-        def work(view: View) -> IndexCounts:
-            infos = _sets(view)
-            n_bytes = sum(info.n_bytes for info in infos)
-            return IndexCounts(view.count("entries"), view.count("members"), len(infos), n_bytes)
+        def work(view: View) -> tuple[int, int, list[tuple[bytes, bytes]]]:
+            return view.count("entries"), view.count("members"), view.scan("sets")
 
-        return self._shared.read(work)
+        n_entries, n_members, found = self._shared.read(work)
+        return IndexCounts(n_entries, n_members, len(found), sum(info.n_bytes for info in _unpacked(found)))
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
         for first in range(256):  # in 256 transactions: writers of this process wait for a reader
@@ -339,8 +338,9 @@ def _members(view: View, set_id: int, limit: int | None = None) -> list[tuple[en
     return [(_MEMBER.unpack(member), key) for member, key in view.scan("members", _SET_ID.pack(set_id), limit)]
 
 
-def _sets(view: View) -> list[SetInfo]:
-    return [values.unpack_set(_SET_ID.unpack(set_id)[0], value) for set_id, value in view.scan("sets")]
+def _unpacked(found: Sequence[tuple[bytes, bytes]]) -> list[SetInfo]:
+    """Unpack all sets, outside of the transaction, which excludes lookups of this process: of 20,000 sets for 0.1 s."""
+    return [values.unpack_set(_SET_ID.unpack(set_id)[0], value) for set_id, value in found]
 
 
 def _get_set(view: View, set_id: int) -> SetInfo | None:
