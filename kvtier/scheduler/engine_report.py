@@ -16,7 +16,8 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -278,38 +279,43 @@ class Reporter:
             hits[key] = (tokens, count + 1)
 
     def report(self, now_s: float, namespace: bytes) -> WorkerReport:
-        """Return the report. Its recent figures count from the last call. namespace: id of the current one."""
+        """Return the report. Its recent figures count from the last call. Call it on one thread.
+
+        namespace: id of the current one.
+        """
         with self._lock:
-            seen, about = self._seen, self._about
-            counters = summed((self._metrics.total(), seen.counters))
-            recent = {name: max(0.0, value - self._last_counters.get(name, 0.0)) for name, value in counters.items()}
-            top = sorted(seen.hits.items(), key=lambda hit: hit[1][1], reverse=True)[:TOP_PREFIXES]
-            made = WorkerReport(
-                owner=self._owner[:LABEL_CHARS_MAX],
-                host=socket.gethostname()[:LABEL_CHARS_MAX],
-                pid=os.getpid(),
-                kvtier_version=installed("kvtier"),
-                engine=about.engine[:LABEL_CHARS_MAX],
-                engine_version=about.engine_version[:LABEL_CHARS_MAX],
-                model=about.model[:LABEL_CHARS_MAX],
-                tokenizer=about.tokenizer[:LABEL_CHARS_MAX],
-                capacity_bytes=about.capacity_bytes,
-                namespace=namespace.hex(),
-                ranks=about.ranks,
-                started_s=self._started_s,
-                at_s=now_s,
-                interval_s=max(0.0, now_s - self._last_s),
-                counters=counters,
-                recent={name: value for name, value in recent.items() if value},
-                **{name: times.latency() for name, times in seen.times.items()},
-                read_ceiling_bytes_s=seen.ceiling_bytes_s,
-                prefill_token_s=seen.prefill_token_s,
-                ttft_saved_s=seen.saved_s,
-                ttft_saved_recent_s=None if seen.saved_s is None else seen.saved_s - self._last_saved_s,
-                arenas=seen.arenas,
-                top_prefixes=tuple(TopPrefix(key=key.hex(), tokens=n, hits=hits) for key, (n, hits) in top),
-            )
-            self._last_s, self._last_counters, self._last_saved_s = now_s, counters, seen.saved_s or 0.0
+            seen = replace(self._seen, times=deepcopy(self._seen.times), hits=dict(self._seen.hits))
+        # Without the lock, for which the scheduler's thread would wait: files of the installation are read.
+        about = self._about
+        counters = summed((self._metrics.total(), seen.counters))
+        recent = {name: max(0.0, value - self._last_counters.get(name, 0.0)) for name, value in counters.items()}
+        top = sorted(seen.hits.items(), key=lambda hit: hit[1][1], reverse=True)[:TOP_PREFIXES]
+        made = WorkerReport(
+            owner=self._owner[:LABEL_CHARS_MAX],
+            host=socket.gethostname()[:LABEL_CHARS_MAX],
+            pid=os.getpid(),
+            kvtier_version=installed("kvtier"),
+            engine=about.engine[:LABEL_CHARS_MAX],
+            engine_version=about.engine_version[:LABEL_CHARS_MAX],
+            model=about.model[:LABEL_CHARS_MAX],
+            tokenizer=about.tokenizer[:LABEL_CHARS_MAX],
+            capacity_bytes=about.capacity_bytes,
+            namespace=namespace.hex(),
+            ranks=about.ranks,
+            started_s=self._started_s,
+            at_s=now_s,
+            interval_s=max(0.0, now_s - self._last_s),
+            counters=counters,
+            recent={name: value for name, value in recent.items() if value},
+            **{name: times.latency() for name, times in seen.times.items()},
+            read_ceiling_bytes_s=seen.ceiling_bytes_s,
+            prefill_token_s=seen.prefill_token_s,
+            ttft_saved_s=seen.saved_s,
+            ttft_saved_recent_s=None if seen.saved_s is None else seen.saved_s - self._last_saved_s,
+            arenas=seen.arenas,
+            top_prefixes=tuple(TopPrefix(key=key.hex(), tokens=n, hits=hits) for key, (n, hits) in top),
+        )
+        self._last_s, self._last_counters, self._last_saved_s = now_s, counters, seen.saved_s or 0.0
         return made
 
 

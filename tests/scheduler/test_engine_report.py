@@ -13,6 +13,8 @@ from kvtier.admin import figures
 from kvtier.errors import Corrupt
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
+from kvtier.runtime.threads import run_within
+from kvtier.scheduler import engine_report
 from kvtier.scheduler.engine_report import (
     BOUNDS_S,
     COUNTED_PREFIXES_MAX,
@@ -33,6 +35,19 @@ SPACE = bytes(16)
 
 def reporter(about: About | None = None, metrics: Metrics | None = None, start_s: float = 100.0) -> Reporter:
     return Reporter("host-1-a", about or About(2, "vllm", "0.32.0", "m"), metrics or Metrics(), lambda: start_s)
+
+
+def test_figures_come_in_while_a_report_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the scheduler's thread: it does not wait for files of the installation, which may be on a network."""
+    made_by, has_come = reporter(), list[bool]()
+
+    def installed(package: str) -> str:
+        has_come.append(run_within("figures", 10.0, lambda: made_by.took("load", 0.5)))
+        return "1"
+
+    monkeypatch.setattr(engine_report, "installed", installed)
+    assert sum(made_by.report(110.0, SPACE).load.counts) == 0 and has_come == [True]
+    assert sum(made_by.report(120.0, SPACE).load.counts) == 1
 
 
 def test_what_is_written_is_read() -> None:
