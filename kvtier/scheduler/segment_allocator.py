@@ -184,9 +184,10 @@ class Supplies:
     def n_unused(self) -> int:
         return sum(supply.n_unused for supply in self.all())
 
-    def answered(self, set_id: int, slot: int, is_blank: bool) -> None:
-        """See SetSupply. Only the allocator that has the set changes."""
-        for supply in self.all():
+    def answered(self, tenant: str, set_id: int, slot: int, is_blank: bool) -> None:
+        """See SetSupply. Nothing changes if the tenant's allocator was dropped since."""
+        supply = self._by_tenant.get(tenant)
+        if supply is not None:
             supply.answered(set_id, slot, is_blank)
 
     def take_settled(self, now_s: float) -> list[int]:

@@ -272,9 +272,9 @@ class Store:
 
     def _settle(self, key: bytes, known: _Known) -> list[LostSave]:
         """End a save that all ranks have answered."""
-        self._keeper.supplies.answered(known.set_id, known.slot, known.is_blank)
         wanted, known.wanted = known.wanted, None
         assert wanted is not None, "only a chunk that is being saved has answers missing"
+        self._keeper.supplies.answered(wanted.tenant, known.set_id, known.slot, known.is_blank)
         if known.loss is not None:
             del self._known[key]
             return [LostSave(wanted.owner, wanted.number, key, known.loss, known.is_blank)]

@@ -17,7 +17,7 @@ from kvtier.format.record import RecordHeader, SegmentHeader, is_blank, record_b
 from kvtier.index.base import Location
 from kvtier.plan import LoadChunk, LoadPlan, SaveChunk, SavePlan
 from kvtier.runtime.threads import ThreadJobs, Ticker
-from kvtier.scheduler.segment_allocator import SetSupply
+from kvtier.scheduler.segment_allocator import SetSupply, Supplies
 from kvtier.worker.read_plan import sources_of
 from tests.support.rig import geometry
 
@@ -131,6 +131,19 @@ def test_a_set_supply_gives_every_slot_once_and_asks_in_time() -> None:
     assert supply.take_settled(1.0) == [1] and supply.take_settled(1.0) == []
     supply.offer(3)
     assert supply.abandon() == ([2], [3])
+
+
+def test_an_answer_asks_the_allocator_of_its_tenant_alone() -> None:
+    """There may be a thousand tenants, and a step has hundreds of answers."""
+    supplies = Supplies(slots=1, spares_max=8)
+    red, blue = (supplies.of(tenant, 0.0) for tenant in ("red", "blue"))
+    red.offer(1)
+    assert red.take(0.0) == (1, 0)
+    blue.answered = None  # type: ignore[method-assign,assignment]
+    supplies.answered("gone", 1, 0, is_blank=True)
+    assert red.take(0.0) is None
+    supplies.answered("red", 1, 0, is_blank=True)
+    assert red.take(0.0) == (1, 0)
 
 
 def test_a_slot_that_stayed_blank_is_given_again() -> None:
