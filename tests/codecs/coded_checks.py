@@ -174,9 +174,9 @@ class CodedSuite:
         check(self.model(cache, held=Extent(2, 3, 4, 3)), gaussian(cache), parts)
 
     def test_decoding_leaves_the_first_blocks(self) -> None:
-        """The first blocks stay as they are, also if they are part of a tile."""
-        model = self.model(replace(SMALLEST, blocks=8), tokens=64)
-        parts = [(model.whole, (4, 1, 7, 2), first) for first in (1, 3, 4)]
+        """The first blocks stay as they are, also if they are part of a tile, of the first or of the second."""
+        model = self.model(replace(SMALLEST, blocks=8), tokens=128)
+        parts = [(model.whole, (4, 1, 7, 2, 0, 6, 3, 5), first) for first in (1, 3, 4, 6, 8)]
         check(model, gaussian(model.cache), parts, self.tile)
 
     @pytest.mark.parametrize("bad", OUT_OF_RANGE)
