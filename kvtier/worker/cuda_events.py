@@ -12,7 +12,6 @@ engine's work is on its own current stream:
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -37,9 +36,6 @@ class Order(Protocol):
     def wait(self, mark: Mark) -> None:
         """Returns when all that the mark stands for is done."""
 
-    def wait_within(self, mark: Mark, timeout_s: float) -> None:
-        """Return once the mark is done, or after `timeout_s` at the latest."""
-
     def is_done(self, mark: Mark) -> bool:
         """Return True if `wait` would return at once."""
 
@@ -63,9 +59,6 @@ class HostOrder:
         return None
 
     def wait(self, mark: Mark) -> None:
-        pass
-
-    def wait_within(self, mark: Mark, timeout_s: float) -> None:
         pass
 
     def is_done(self, mark: Mark) -> bool:
@@ -103,9 +96,6 @@ class CudaOrder:
     def wait(self, mark: Mark) -> None:
         self._enter()
         mark.synchronize()
-
-    def wait_within(self, mark: Mark, timeout_s: float) -> None:
-        time.sleep(timeout_s)  # CUDA has no wait with a time-out
 
     def is_done(self, mark: Mark) -> bool:
         self._enter()

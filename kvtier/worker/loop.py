@@ -184,12 +184,9 @@ class TransferLoop:
             raise
 
     def _pause(self, io: Reads | None) -> None:
-        """Wait in native code for what ends next, without the interpreter lock."""
-        marks = next(filter(None, map(_marks_of, self.parts)), None)
+        """Wait for what ends next, without the interpreter lock. Marks are polled: CUDA has no wait with a time-out."""
         if io is not None:
             io.wait(self._pause_s)
-        elif marks:
-            self._worker.order.wait_within(marks[0][0], self._pause_s)
         else:
             self._wait_for_posts(self._pause_s)
         self._pause_s = min(PAUSE_MAX_S, 2 * self._pause_s)

@@ -17,7 +17,7 @@ from kvtier.arena.admission import Admission, Admissions
 from kvtier.arena.arena import Arena
 from kvtier.codecs.base import Encoded, EncodeResult
 from kvtier.config.settings import Admit
-from kvtier.io.base import Reader
+from kvtier.io.base import Reader, Reads
 from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import Move, PagedKV, SlabRun
@@ -114,9 +114,6 @@ class LazyOrder:
             return
         with self._lock:
             mark.stream.run_to(mark.position)
-
-    def wait_within(self, mark: Mark, timeout_s: float) -> None:
-        self.wait(mark)
 
     def is_done(self, mark: Mark) -> bool:
         return mark.stream.n_done >= mark.position or self._is_left_out(mark)
@@ -260,7 +257,7 @@ class LazyEngine(Engine):
         self.jobs: TransferJobs = TransferJobs(*(ManualJobs(64) for _ in TransferJobs._fields))
         self._admissions = Admissions(Admission(hbm_admit), Admission(admit))
         self._bounds = SaveBounds(staging_slots // 2, hbm_slots)
-        self.transfers = [Transfer(self.worker, self.jobs, self._admissions, self._bounds)]
+        self.transfers = [self._make_transfer()]
         transfer._tickers[0].close(1.0)
         for jobs in transfer._jobs:
             jobs.close()
@@ -270,7 +267,22 @@ class LazyEngine(Engine):
         self.jobs = TransferJobs(
             *(ThreadJobs(name, n, 64) for name, n in zip(TransferJobs._fields, (1, 2, 2, 1), strict=True))
         )
-        self.transfers = [Transfer(self.worker, self.jobs, self._admissions, self._bounds)]
+        self.transfers = [self._make_transfer()]
+
+    def _make_transfer(self) -> Transfer:
+        """Its loop runs what it polls for, instead of a pause: nothing else does."""
+        transfer = Transfer(self.worker, self.jobs, self._admissions, self._bounds)
+        loop, pause = transfer._loop, transfer._loop._pause
+
+        def run_or_pause(io: Reads | None) -> None:
+            marks = [mark for part in loop.parts for mark, _, _ in part.marks]
+            if io is None and marks:
+                self.order.wait(marks[0])
+            else:
+                pause(io)
+
+        loop._pause = run_or_pause  # type: ignore[method-assign]
+        return transfer
 
     def run_all(self) -> None:
         """Do what loads and saves can do now."""

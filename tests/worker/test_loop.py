@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.errors import TierUnavailable
 from kvtier.runtime.threads import ThreadJobs
+from kvtier.worker import loop as loop_module
 from kvtier.worker.loop import TaskPool, TransferLoop
 from tests.manual_jobs import ManualJobs
 from tests.waiting import wait_until
@@ -51,6 +52,26 @@ def test_a_task_that_raises_holds_up_none_behind_it(loop: TransferLoop, pool: Ta
     assert has_run.wait(10)
     assert loop.drain(10) and not loop.n_tasks
     assert [type(result) for result in told] == [TierUnavailable]
+
+
+def test_a_post_does_not_wait_while_the_loop_polls_for_the_device(
+    loop: TransferLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load that comes while a gather is behind a forward of the engine."""
+    monkeypatch.setattr(loop_module, "PAUSE_MAX_S", 3600.0)
+    ended, told = threading.Event(), list[object]()
+
+    def is_done(mark: object) -> bool:
+        loop._pause_s = 30.0
+        return ended.is_set()
+
+    loop._worker.order = SimpleNamespace(is_done=is_done)  # type: ignore[misc]
+    loop.parts[0].marks.append(("gather", told.append, "gathered"))
+    loop.post(None)
+    wait_until(lambda: loop._pause_s > 20, "a pause", 10)
+    ended.set()
+    loop.post(told.append, "load")
+    assert loop.drain(10) and told == ["load", "gathered"]
 
 
 def test_tasks_run_beside_one_that_hangs(loop: TransferLoop, pool: TaskPool) -> None:
@@ -108,7 +129,6 @@ def test_copies_that_begin_while_the_loop_gives_up_are_waited_for(loop: Transfer
     order, ended = SimpleNamespace(wait=lambda mark: None, is_done=lambda mark: mark == "copy"), list[str]()
     loop._worker.order = order  # type: ignore[misc]
     (part,) = loop.parts
-    order.wait_within = lambda mark, timeout_s: None
 
     def landed(value: str) -> None:
         loop.when_done(part, "copy", ended.append, value)
