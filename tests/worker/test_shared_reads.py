@@ -62,6 +62,8 @@ def _readers(tmp_path: Path) -> Iterator[Readers]:
 def test_a_chunk_is_read_once_for_all_loads_that_want_it(readers: Readers) -> None:
     asked = {name: readers.ask(name, 16 * number + 16) for number, name in enumerate(("first", "second", "third"))}
     wait_until(lambda: readers.ring.n_submitted == N_CHUNKS)
+    fetches = readers.transfer._loader._fetches
+    wait_until(lambda: all(fetch.n_loads == len(asked) for fetch in fetches.values()), "all loads want all chunks")
     readers.ring.let_go.set()
     for name, blocks in asked.items():
         assert readers.answer(name).failed_blocks == frozenset()
