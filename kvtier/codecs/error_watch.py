@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -81,7 +82,7 @@ class WatchedMover:
     def encode(self, moves: Sequence[Move]) -> Encoded | None:
         """Encode, and add layers of the first move to the sample: copied behind the launch, on its stream."""
         encoded = self._mover.encode(moves)
-        if encoded is None or not moves or not self._missing:
+        if encoded is None or not moves or not self._missing or self._is_comparing:
             return encoded
         copied = None
         try:
@@ -99,11 +100,15 @@ class WatchedMover:
     def begin_to_compare(self, layers: Sequence[_Layer], copied: torch.cuda.Event | None) -> None:
         """Compare these layers on a thread, unless it still compares others: then a later move brings them again."""
         with self._lock:
-            if self.comparison is None or self.comparison.done():
+            if not self._is_comparing:
                 try:
                     self.comparison = begin("compare", partial(self._compare, layers, copied))
                 except RuntimeError as fault:  # no thread can be started
                     self._give_up(fault)
+
+    @property
+    def _is_comparing(self) -> bool:
+        return self.comparison is not None and not self.comparison.done()
 
     def _give_up(self, fault: Exception) -> None:
         """Compare nothing from now on. A fault of this check must not end a save: it would end the transfer loop."""
@@ -112,25 +117,28 @@ class WatchedMover:
 
     def _compare(self, layers: Sequence[_Layer], copied: torch.cuda.Event | None) -> None:
         try:
-            self._compare_on(layers[0].k.device, layers, copied)
+            with on_device(layers[0].k.device), self._beside_engine(copied):
+                for layer in layers:
+                    self._compare_layer(layer)
         except (RuntimeError, TierUnavailable) as fault:  # of torch, and of the thread's capture mode
             self._give_up(fault)
 
-    def _compare_on(self, device: torch.device, layers: Sequence[_Layer], copied: torch.cuda.Event | None) -> None:
-        with on_device(device):
-            if copied is not None:
-                cuda.relax_this_thread()  # else it would spoil a graph that the engine is recording
-                # On the default stream, which is the engine's, each result would wait for the forwards in its queue.
-                # One stream for all comparisons: torch caches memory for each.
-                self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                self._stream.wait_event(copied)
-            with torch.cuda.stream(self._stream):
-                try:
-                    for layer in layers:
-                        self._compare_layer(layer)
-                finally:
-                    if self._stream is not None:  # after a fault it may still read the copies, which are freed now
-                        self._stream.synchronize()
+    @contextmanager
+    def _beside_engine(self, copied: torch.cuda.Event | None) -> Iterator[None]:
+        """Launch what runs inside on a stream of this check, behind `copied`. On the default stream, which is the
+        engine's, each result would wait for the forwards in its queue. copied: None on the CPU."""
+        if copied is None:
+            yield
+            return
+        cuda.relax_this_thread()  # else it would spoil a graph that the engine is recording
+        # One stream for all comparisons: torch caches memory for each.
+        self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream.wait_event(copied)
+        with torch.cuda.stream(self._stream):
+            try:
+                yield
+            finally:  # after a fault it may still read the copies, which are freed next
+                self._stream.synchronize()
 
     def _compare_layer(self, layer: _Layer) -> None:
         """Count the heads of one layer; log once all layers are compared."""
