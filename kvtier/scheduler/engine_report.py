@@ -16,7 +16,6 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
@@ -284,8 +283,9 @@ class Reporter:
         namespace: id of the current one.
         """
         with self._lock:
-            seen = replace(self._seen, times=deepcopy(self._seen.times), hits=dict(self._seen.hits))
-        # Without the lock, for which the scheduler's thread would wait: files of the installation are read.
+            seen = replace(self._seen, hits=dict(self._seen.hits))
+            latencies = {name: times.latency() for name, times in seen.times.items()}
+        # The rest reads files of the installation: under the lock, the scheduler's thread would wait for them.
         about = self._about
         counters = summed((self._metrics.total(), seen.counters))
         recent = {name: max(0.0, value - self._last_counters.get(name, 0.0)) for name, value in counters.items()}
@@ -307,7 +307,7 @@ class Reporter:
             interval_s=max(0.0, now_s - self._last_s),
             counters=counters,
             recent={name: value for name, value in recent.items() if value},
-            **{name: times.latency() for name, times in seen.times.items()},
+            **latencies,
             read_ceiling_bytes_s=seen.ceiling_bytes_s,
             prefill_token_s=seen.prefill_token_s,
             ttft_saved_s=seen.saved_s,
