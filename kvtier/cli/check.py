@@ -255,7 +255,7 @@ def _look_at_index(settings: Settings, folder: Path, found: CheckResult) -> str:
             return f"in Redis at {seen.url}, {seen.said}"
         what = f"the Redis of index.url ({seen.url}) does not answer ({seen.said})"
         without = "an engine starts, and caches nothing until it does"
-        found.bad.append("; ".join(filter(None, (f"{what}: {without}", seen.warning))))
+        found.bad.append("; ".join(filter(None, (f"{what}: {without}", seen.fix))))
         return f"in Redis at {seen.url}, which does not answer"
     index_path = settings.index.path or default_index_path(settings.root, folder)
     kind = file_system_of(index_path)

@@ -55,7 +55,7 @@ def _redis(settings: Settings | None) -> Diagnosis:
     except ConfigError as fault:
         return Diagnosis("bad", "Redis", f"{settings.index.url}: {fault.key} = {fault.value!r} is refused", fault.fix)
     if not seen.does_answer:
-        fix = "; ".join(filter(None, (seen.warning, "engines start, but every lookup is a miss until it answers")))
+        fix = "; ".join(filter(None, (seen.fix, "engines start, but every lookup is a miss until it answers")))
         return Diagnosis("warn", "Redis", f"at {seen.url}, which does not answer ({seen.said})", fix)
     if seen.warning:
         return Diagnosis("warn", "Redis", f"at {seen.url}, {seen.said}", seen.warning)

@@ -106,13 +106,14 @@ class IndexCounts:
 @dataclass(frozen=True, slots=True)
 class RemoteState:
     """State of a remote index before an engine uses it. url: without credentials. said: content of the index, or the
-    reason why the server does not answer. warning: a fault of the server and its fix, or only the fix if it does not
-    answer; "" if none is known."""
+    reason why the server does not answer. warning: a fault of a server that answers, and its fix. fix: what to do
+    about a server that does not answer. Both are "" if nothing is known."""
 
     url: str
     does_answer: bool
     said: str
     warning: str = ""
+    fix: str = ""
 
 
 class Index(Protocol):

@@ -85,7 +85,7 @@ def look_at_redis(settings: Settings) -> RemoteState:
     try:
         return RemoteState(url, True, *index.look(_root_id(settings)))
     except IndexUnavailable as fault:
-        return RemoteState(url, False, str(fault), fault.fix)
+        return RemoteState(url, False, str(fault), fix=fault.fix)
     finally:
         index.close()
 
