@@ -94,12 +94,13 @@ class MeasuredEngine:
         started = time.perf_counter()
         self.idle_steps()
         if self.system == "kvtier":
-            is_stored = all(self.llm.collective_rpc(inside.drain, args=(SETTLE_TIMEOUT_S,)))
-            while is_stored and self.in_core(inside.needs_a_step):  # for chunks that were refused before
+            is_late = True
+            while is_late:
+                left_s = started + SETTLE_TIMEOUT_S - time.perf_counter()
+                if left_s <= 0 or not all(self.llm.collective_rpc(inside.drain, args=(left_s,))):
+                    raise TimeoutError(f"saves were not stored after {SETTLE_TIMEOUT_S:.0f} s")
+                is_late = self.in_core(inside.needs_a_step)  # for chunks that were refused before
                 self.idle_steps()
-                is_stored = time.perf_counter() - started < SETTLE_TIMEOUT_S
-            if not is_stored or not all(self.llm.collective_rpc(inside.drain, args=(SETTLE_TIMEOUT_S,))):
-                raise TimeoutError(f"saves were not stored after {SETTLE_TIMEOUT_S:.0f} s")
         elif self.system != "none":
             self._wait_until_quiet()
         self.idle_steps()
