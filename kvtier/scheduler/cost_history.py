@@ -56,7 +56,7 @@ def unpack(note: bytes) -> Costs:
 
 
 class KeptCosts:
-    """Record of costs in the index. `refresh` waits for the index and is called from one thread; any may use the
+    """Record of costs in the index. One thread calls `refresh`, which waits for the index. Any thread may use the
     attributes.
 
     expected: costs of an earlier engine like this one; None: not known. latest: costs that this engine has measured.

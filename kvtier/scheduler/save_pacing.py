@@ -11,10 +11,9 @@ class SavePacing:
     """A refused chunk is planned again in a later step. The window keeps steps from planning hundreds of chunks that
     are refused again: it begins small after each refusal, and doubles with each step without one.
 
-    If one rank refuses a chunk that another takes, the other writes it into a new slot with each attempt.
-    So no chunk is planned for a pause after such a refusal: 1 step, then 3, 7 and so on up to PAUSE_MAX, or up to
-    PAUSE_STORING_MAX while chunks are stored. Once steps without a refusal have opened the window, pauses begin with 1
-    step again.
+    If one rank refuses a chunk that another takes, the other writes it into a new slot with each attempt. So no chunk
+    is planned for a pause after such a refusal: 1 step, then 3, 7 and so on up to PAUSE_MAX, or up to PAUSE_STORING_MAX
+    while chunks are stored. Once steps without a refusal have opened the window, pauses begin with 1 step again.
     """
 
     def __init__(self) -> None:
@@ -34,7 +33,7 @@ class SavePacing:
 
     def stored(self) -> None:
         """Note that all ranks have stored a chunk."""
-        self._pause = min(self._pause, PAUSE_STORING_MAX // 2)
+        self._pause = min(self._pause, PAUSE_STORING_MAX // 2)  # the next pause is twice this and 1
 
     def next_window(self) -> int | None:
         """Return how many chunks this step may plan: 0 during a pause; None: any number. Call once a step."""

@@ -208,8 +208,8 @@ def _host_buffer(n_bytes: int, slot_bytes: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class HbmSlots:
-    """Slots of one arena in a GPU's memory. staging: those for chunks that pass through. arena: those for
-    chunks that stay."""
+    """Slots of one arena in a GPU's memory. staging: those for chunks that pass through. arena: those for chunks that
+    stay."""
 
     staging: int
     arena: int

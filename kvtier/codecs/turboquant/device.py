@@ -45,8 +45,8 @@ class TurboquantTiling(NamedTuple):
     registers: int = 0
 
     def registers_for(self, k: PlaneCode, v: PlaneCode) -> int | None:
-        """Return the limit of registers a thread; None: no limit, because vectors above 128
-        elements, and padded ones of more than 4 bits, would spill."""
+        """Return the limit of registers a thread; None: no limit, because vectors above 128 elements, and padded ones
+        of more than 4 bits, would spill."""
         is_small = all(code.padded <= 128 and (code.bits <= 4 or code.padded == code.size) for code in (k, v))
         return self.registers if is_small and self.registers else None
 

@@ -41,6 +41,7 @@ class PlaneCode(NamedTuple):
 
     @property
     def shuffled(self) -> bool:
+        """Tell whether `centroids` shuffles between lanes."""
         return self.centroids != "" and not self.permuted
 
     @property
@@ -138,7 +139,7 @@ def decode_matrix(code: PlaneCode) -> npt.NDArray[np.int8 | np.float16]:
     if code.permuted:
         inner = _permuted_places(code)
     else:
-        inner = _shuffled_places(code.size) if code.centroids else places(code.size)
+        inner = _shuffled_places(code.size) if code.shuffled else places(code.size)
     outer = product_columns(padded, 8)
     matrix = np.zeros((padded, padded), dtype=dtype)
     rows, columns = np.flatnonzero(inner >= 0), np.flatnonzero(outer < code.size)

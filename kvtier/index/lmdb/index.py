@@ -339,7 +339,7 @@ def _members(view: View, set_id: int, limit: int | None = None) -> list[tuple[en
 
 
 def _unpacked(found: Sequence[tuple[bytes, bytes]]) -> list[SetInfo]:
-    """Unpack all sets, outside of the transaction, which excludes lookups of this process: of 20,000 sets for 0.1 s."""
+    """Unpack sets. In the transaction this would hold up lookups of this process, with 20,000 sets for 0.1 s."""
     return [values.unpack_set(_SET_ID.unpack(set_id)[0], value) for set_id, value in found]
 
 
