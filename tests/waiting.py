@@ -29,7 +29,7 @@ def for_so_long(seconds: float, is_enough: Callable[[], bool]) -> Iterator[None]
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Runs `work` in a forked child; its exit status."""
+    """Run `work` in a forked child. Return the child's exit status."""
     pid = os.fork()
     if pid == 0:
         try:

@@ -47,7 +47,7 @@ def test_stats_of_what_an_engine_left(made: Path, cli: Cli) -> None:
 def test_a_root_without_a_free_inode_can_be_evicted_from(
     tmp_path: Path, mount_tmpfs: Mount, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    """The try whether the root is writable made a file."""
+    """The check that the root is writable used to make a file."""
     mount_tmpfs(tmp_path, "size=64m,nr_inodes=64")
     saved_by_another(tmp_path / "kv", list(range(64)), list(range(4)))
     with suppress(OSError):
@@ -391,7 +391,7 @@ def test_check_says_what_stops_a_start(config: Path, root: Path, monkeypatch: py
 
 
 def test_check_of_a_root_of_older_formats_alone(config: Path, tmp_path: Path, cli: Cli) -> None:
-    """An engine makes the folder of its own format beside them; `check` said that the root is none."""
+    """An engine makes the folder of its own format beside the older ones, but `check` called the root none."""
     (tmp_path / "old" / "v1").mkdir(parents=True)
     config.write_text(f"root: {tmp_path / 'old'}\n")
     assert "root is: to be created" in cli.printed("check", str(config))

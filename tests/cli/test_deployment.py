@@ -383,7 +383,7 @@ def test_the_ring_flushes_what_bench_wrote(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_bench_of_less_than_a_record_is_refused(config: Path, cli: Cli) -> None:
-    """It said that the disk has no room."""
+    """The command used to say that the disk has no room."""
     assert "--size 1: one record takes" in cli.refused("bench", str(config), "--size", "1")
 
 

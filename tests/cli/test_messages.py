@@ -54,7 +54,7 @@ def test_an_empty_variable_is_named(command: str, monkeypatch: pytest.MonkeyPatc
 def test_an_error_of_the_system_says_what_to_do(
     number: int, advice: str, is_tiers: bool, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    """It was "[Errno 13] Permission denied: '/kv/x'"."""
+    """The message used to be "[Errno 13] Permission denied: '/kv/x'"."""
 
     def fail(*_: object) -> None:
         fault = OSError(number, os.strerror(number), "/kv/x")

@@ -92,7 +92,7 @@ def test_files_in_the_format_of_mistral(folder: Path, cli: Cli) -> None:
 
 @pytest.mark.parametrize("command", ["verify", "bench"])
 def test_a_folder_that_is_not_there(command: str, tmp_path: Path, cli: Cli) -> None:
-    """`verify` asked for its manifest to be made."""
+    """`verify` used to advise to make the manifest of a missing folder."""
     assert "there is no such folder" in cli.refused("weights", command, str(tmp_path / "absent"))
 
 

@@ -174,7 +174,7 @@ class CodedSuite:
         check(self.model(cache, held=Extent(2, 3, 4, 3)), gaussian(cache), parts)
 
     def test_decoding_leaves_the_first_blocks(self) -> None:
-        """The first blocks stay as they are, also if they are part of a tile, of the first or of the second."""
+        """Decoding leaves the first blocks as they are, also where they end within the first or the second tile."""
         model = self.model(replace(SMALLEST, blocks=8), tokens=128)
         parts = [(model.whole, (4, 1, 7, 2, 0, 6, 3, 5), first) for first in (1, 3, 4, 6, 8)]
         check(model, gaussian(model.cache), parts, self.tile)

@@ -108,7 +108,7 @@ def test_verdicts_do_not_wait_for_the_comparison(monkeypatch: pytest.MonkeyPatch
 def test_a_fault_of_the_check_ends_the_check_and_no_save(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Raised by `wait`, it would end all loads and saves of the transfer loop; raised by `encode`, those of a step."""
+    """A fault raised by `wait` would end all loads and saves of the transfer loop, one raised by `encode` a step's."""
 
     def fail(*args: Any) -> Any:
         raise TierUnavailable("no relaxed mode") if where == "comparison" else RuntimeError("no memory, or no thread")

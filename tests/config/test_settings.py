@@ -371,7 +371,7 @@ def test_bad_value_names_its_key(overrides: dict[Any, Any], key: str) -> None:
     ],
 )
 def test_a_wrong_type_is_said_in_plain_words(overrides: dict[Any, Any], said: str) -> None:
-    """It was "must be a valid integer, unable to parse string as an integer"."""
+    """The message used to be "must be a valid integer, unable to parse string as an integer"."""
     assert refusal({"root": "/kv", **overrides}).fix.startswith(said)
 
 

@@ -375,7 +375,7 @@ def test_sets_of_a_small_capacity_need_little_room(host: Host, tmp_path: Path, m
 def test_the_capacity_of_a_root_alone_is_that_of_check_and_of_an_engine(
     tmp_path: Path, mount_tmpfs: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The doctor took 64 GiB, and warned of sets of 1 GiB."""
+    """The doctor used to assume 64 GiB, and warned that sets take 1 GiB."""
     mount_tmpfs(tmp_path, "size=64m")
     probes: list[str] = []
     monkeypatch.setattr(Host, "probe", lambda _, *words, **__: probes.append(words[-1]))

@@ -44,7 +44,7 @@ def found(request: pytest.FixtureRequest, lab: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("scenario", ["burst", "short_burst"])
 def test_what_was_refused_in_a_burst_is_saved_later(newest: dict[str, Any], scenario: str) -> None:
-    """Also from the blocks of requests whose answer is one token: they end before their workers' refusals arrive."""
+    """Requests with answers of one token end before their workers' refusals arrive. Their chunks are saved, too."""
     burst = newest[scenario]
     assert burst["refused"] > 40
     assert burst["cached"] == [burst["whole"]] * 8 and all(burst["same_tokens"])

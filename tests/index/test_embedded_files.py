@@ -261,7 +261,7 @@ def test_a_full_disk_ends_no_process_that_opens_it_or_reads(folder: Path, monkey
 def test_a_write_that_a_full_disk_cut_short_names_the_disk(
     folder: Path, number: int, n_free: int, named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """LMDB mostly calls it an input/output error."""
+    """LMDB mostly reports a full disk as an input/output error."""
     index = open_filled(folder)
 
     def fail(view: object) -> None:

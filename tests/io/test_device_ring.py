@@ -22,7 +22,7 @@ DEVICE = DeviceRing(0, PIECE_BYTES, 2)
 def stored(
     fd: int, n: int, slab_bytes: int = 4 * PAGE_BYTES, n_slabs: int = 8
 ) -> tuple[list[Record], list[AlignedBuffer]]:
-    """Records in the file, one after the other, and memory to read them into."""
+    """Write records into the file, one after the other. Return them, and memory to read them into."""
     records = [Record(i, slab_bytes, n_slabs, i * (PAGE_BYTES + slab_bytes * n_slabs)) for i in range(n)]
     with Ring(2, PIECE_BYTES) as ring:
         written(ring, fd, records)

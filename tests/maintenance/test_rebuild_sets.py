@@ -46,7 +46,7 @@ def opened(root: Path, is_rebuilt: bool = True) -> LmdbIndex:
 
 
 def lost(root: Path, ranks: int = 1, is_rebuilt: bool = True) -> tuple[list[Path], list[bytes], LmdbIndex]:
-    """The segments, old, of a stored set whose index was lost; its five keys; and its new index, empty."""
+    """Lose the index of a stored set. Return its segments, made to look old, its five keys, and a new, empty index."""
     keys = saved_by_another(root, TOKENS, BLOCKS, tensor_size=ranks)
     paths = sorted(root.glob("v2/*/*.kvseg"))
     assert len(paths) == ranks

@@ -38,7 +38,7 @@ def reporter(about: About | None = None, metrics: Metrics | None = None, start_s
 
 
 def test_figures_come_in_while_a_report_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the scheduler's thread: it does not wait for files of the installation, which may be on a network."""
+    """The scheduler's thread does not wait for files of the installation, which may be on a network."""
     made_by, has_come = reporter(), list[bool]()
 
     def installed(package: str) -> str:

@@ -367,7 +367,7 @@ def test_a_rank_that_takes_no_chunk_does_not_make_the_other_write_it_a_hundred_t
 
 
 def test_a_rank_that_takes_one_chunk_of_each_attempt_is_offered_the_next_soon(tmp_path: Path) -> None:
-    """It is slower than the other, but not stuck."""
+    """One rank is slower than the other, but not stuck."""
     scene = Scene(tmp_path, engine=Engine(tmp_path, tensor_size=2))
     plan, n_attempts, n_steps = planned_and_ended(scene, 6), 0, 0
     while plan is not None or scene.bridge.has_pending_gathers():
@@ -384,7 +384,7 @@ def test_a_rank_that_takes_one_chunk_of_each_attempt_is_offered_the_next_soon(tm
 
 
 def test_what_both_ranks_refused_is_planned_again_in_the_next_step(tmp_path: Path) -> None:
-    """No slot was lost, however often they refuse."""
+    """Both ranks refuse, so no slot is lost, however often they do."""
     scene = Scene(tmp_path, engine=Engine(tmp_path, tensor_size=2))
     plan = planned_and_ended(scene, 4)
     for _ in range(20):

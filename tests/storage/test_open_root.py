@@ -386,8 +386,8 @@ def test_an_index_outside_of_the_root_is_told_from_one_that_another_host_has_the
 def test_a_boot_that_cannot_be_noted_does_not_make_the_node_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a full disk commands open a root without noting the boot. Then the index outside of the root names that boot,
-    and owner.json the one before: of a pod with a new name neither would be known."""
+    """On a full disk, commands open a root without noting the boot. Then an index outside of the root would name the
+    new boot and owner.json the old one, and a pod with a new name would be recognised by neither."""
 
     def refuse(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))

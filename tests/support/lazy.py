@@ -35,8 +35,8 @@ _own = threading.local()  # n_running: streams that this thread runs now
 
 
 class Strays(TorchFunctionMode):
-    """Notes the operations of torch that this thread calls on no stream of its own: on a GPU they would be launched on
-    the default stream, which is the engine's, and one whose result is read would wait for all forwards in its queue."""
+    """Record of the torch operations that this thread calls on no stream of its own. On a GPU they would be launched on
+    the default stream, which is the engine's, and to read a result would wait for all forwards in its queue."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class LazyOrder:
 
 
 class LazyEncoded:
-    """kvtier.codecs.base.Encoded of an encoding that is launched; of a codec that refuses nothing, too."""
+    """kvtier.codecs.base.Encoded of an encoding that may not have run yet. The codec may refuse nothing."""
 
     def __init__(self, n_moves: int) -> None:
         self.inner: Encoded | None = None
@@ -270,7 +270,7 @@ class LazyEngine(Engine):
         self.transfers = [self._make_transfer()]
 
     def _make_transfer(self) -> Transfer:
-        """Its loop runs what it polls for, instead of a pause: nothing else does."""
+        """Make a transfer whose loop does not pause while it polls for a mark: it runs the mark's stream itself."""
         transfer = Transfer(self.worker, self.jobs, self._admissions, self._bounds)
         loop, pause = transfer._loop, transfer._loop._pause
 

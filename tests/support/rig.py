@@ -195,7 +195,7 @@ class Engine:
         return self.run_save(plan)
 
     def run_save(self, plan: SavePlan) -> list[SaveDone]:
-        """Has all ranks save, one after the other, and waits; their answers."""
+        """Have all ranks save, one after the other, and wait. Return their answers."""
         done: list[SaveDone] = []
         for transfer in self.transfers:
             with torch.inference_mode():  # as vLLM calls the connector; the loop's thread is outside of it
@@ -206,7 +206,7 @@ class Engine:
         return done
 
     def begin_save(self, tokens: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Prefills the blocks and has all ranks save the whole chunks that are not saved."""
+        """Prefill the blocks, and have all ranks save the whole chunks that are not saved."""
         self.prefill(tokens, block_ids)
         plan = self.plan(tokens, block_ids)
         for transfer in self.transfers:
@@ -228,19 +228,19 @@ class Engine:
         return self.store.plan_load(name, keys[:n], entries, blocks, computed - first * size)
 
     def begin_load(self, name: str, tokens: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Has all ranks load the prompt, of which all whole chunks are stored."""
+        """Have all ranks load the prompt, of which all whole chunks are stored."""
         plan = self.plan_load(name, tokens, block_ids)
         assert plan is not None and len(plan.chunks) == len(self.keys(tokens))
         for transfer in self.transfers:
             transfer.load(plan)
 
     def load(self, tokens: Sequence[int], block_ids: Sequence[int], computed: int = 0) -> tuple[int, list[LoadDone]]:
-        """Loads what is stored of `tokens` beyond `computed` into the blocks. (chunks planned, answers)."""
+        """Load what is stored of `tokens` beyond `computed` into the blocks. Return (chunks planned, answers)."""
         plan = self.plan_load(f"r{random.random()}", tokens, block_ids, computed)
         return (len(plan.chunks), self.run_load(plan)) if plan is not None else (0, [])
 
     def run_load(self, plan: LoadPlan) -> list[LoadDone]:
-        """Has all ranks load, one after the other, and waits; their answers."""
+        """Have all ranks load, one after the other, and wait. Return their answers."""
         done: list[LoadDone] = []
         for transfer in self.transfers:
             with torch.inference_mode():
@@ -255,13 +255,13 @@ class Engine:
         return [plane[index].cpu() for pages in self.pages for layer in pages.layers for plane in layer.planes]
 
     def holds(self, tokens: Sequence[int], block_ids: Sequence[int]) -> bool:
-        """Whether the blocks are those of the beginning of this prompt, bit for bit. Afterwards they are."""
+        """Return True if the blocks hold the beginning of this prompt, bit for bit. Afterwards they do."""
         found = self.blocks(block_ids)
         self.prefill(tokens, block_ids)
         return is_equal(found, self.blocks(block_ids))
 
     def has_all_slots(self) -> bool:
-        """Whether every slot of the arenas is free."""
+        """Return True if every slot of the arenas is free."""
         for transfer in self.transfers:
             transfer.tidy()
         arenas = [transfer._worker.arena for transfer in self.transfers]

@@ -44,7 +44,7 @@ def test_blocks_handed_on_at_once_and_zeroed_ones_loaded(tmp_path: Path, engines
 
 
 def test_verdicts_are_taken_without_the_stream_of_the_engine(tmp_path: Path, engines: list[LazyEngine]) -> None:
-    """Of a codec whose first chunks are compared, too. `all_given_back` finds what the loop does on that stream."""
+    """The codec's first chunks are compared, too. `all_given_back` finds the operations of the loop on that stream."""
     engine = start(tmp_path, engines, codec="int8")
     assert {done.outcome for done in save(engine)} == {SaveOutcome.SAVED}
     assert load(engine).failed_blocks == frozenset()

@@ -57,7 +57,7 @@ def test_a_task_that_raises_holds_up_none_behind_it(loop: TransferLoop, pool: Ta
 def test_a_post_does_not_wait_while_the_loop_polls_for_the_device(
     loop: TransferLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A load that comes while a gather is behind a forward of the engine."""
+    """A load may come while a gather waits for a forward of the engine."""
     monkeypatch.setattr(loop_module, "PAUSE_MAX_S", 3600.0)
     ended, told = threading.Event(), list[object]()
 
