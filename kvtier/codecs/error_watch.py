@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,17 +78,15 @@ class WatchedMover:
         self._missing = set(range(vectors.held.first_layer, vectors.held.end_layer))
         self.comparison: Future[None] | None = None  # the last one
         self._stream: torch.cuda.Stream | None = None
+        self._warm_up()
 
     def encode(self, moves: Sequence[Move]) -> Encoded | None:
         """Encode, and add layers of the first move to the sample: copied behind the launch, on its stream."""
         encoded = self._mover.encode(moves)
         if encoded is None or not moves or not self._missing or self._is_comparing:
             return encoded
-        copied = None
         try:
-            layers = self._copied(moves[0])
-            if moves[0].slabs.is_cuda:
-                copied = torch.cuda.current_stream(moves[0].slabs.device).record_event()
+            layers, copied = self._sample(moves[0])
         except RuntimeError as fault:  # of torch: memory, for example
             self._give_up(fault)
             return encoded
@@ -102,7 +100,7 @@ class WatchedMover:
         with self._lock:
             if not self._is_comparing:
                 try:
-                    self.comparison = begin("compare", partial(self._compare, layers, copied))
+                    self.comparison = begin("compare", partial(self._compare, self._compare_layer, layers, copied))
                 except RuntimeError as fault:  # no thread can be started
                     self._give_up(fault)
 
@@ -115,11 +113,23 @@ class WatchedMover:
         self._missing.clear()
         log.warning("the error of codec %s could not be measured: %s", self._preset, fault)
 
-    def _compare(self, layers: Sequence[_Layer], copied: torch.cuda.Event | None) -> None:
+    def _warm_up(self) -> None:
+        """Load the kernels of a comparison, and allocate its memory, which must not happen in an engine's step."""
+        vectors = self._vectors
+        try:
+            layers, copied = self._sample(vectors.blank_move())
+            # On a thread as later, because it relaxes its capture mode.
+            begin("compare", partial(self._compare, self._n_bad, layers, copied)).result()
+        except RuntimeError as fault:
+            self._give_up(fault)
+
+    def _compare(
+        self, compare: Callable[[_Layer], object], layers: Sequence[_Layer], copied: torch.cuda.Event | None
+    ) -> None:
         try:
             with on_device(layers[0].k.device), self._beside_engine(copied):
                 for layer in layers:
-                    self._compare_layer(layer)
+                    compare(layer)
         except (RuntimeError, TierUnavailable) as fault:  # of torch, and of the thread's capture mode
             self._give_up(fault)
 
@@ -147,13 +157,7 @@ class WatchedMover:
                 return
             self._missing.discard(layer.cells.first_layer)
             is_last = not self._missing
-        decoded = self._vectors.coder.decode(layer.data, layer.cells, layer.k.dtype)
-        n_bad = 0
-        for x, back, base in zip((layer.k, layer.v), decoded, (self._rope_base, 0.0), strict=True):
-            flat = turned(x.float(), base, False)
-            signal = (flat - flat.mean(1, keepdim=True)).norm(dim=(1, 2))
-            error = (back.float() - x.float()).norm(dim=(1, 2))
-            n_bad += int(((error > ERROR_MAX * signal) & (signal > SIGNAL_MIN * flat.norm(dim=(1, 2)))).sum())
+        n_bad = self._n_bad(layer)
         with self._lock:
             self.heads_compared += 2 * layer.cells.n_heads
             self.heads_bad += n_bad
@@ -168,10 +172,23 @@ class WatchedMover:
                 BETTER[self._preset],
             )
 
-    def _copied(self, move: Move) -> list[_Layer]:
+    def _n_bad(self, layer: _Layer) -> int:
+        """Return the number of bad heads of a layer."""
+        decoded = self._vectors.coder.decode(layer.data, layer.cells, layer.k.dtype)
+        n_bad = 0
+        for x, back, base in zip((layer.k, layer.v), decoded, (self._rope_base, 0.0), strict=True):
+            flat = turned(x.float(), base, False)
+            signal = (flat - flat.mean(1, keepdim=True)).norm(dim=(1, 2))
+            error = (back.float() - x.float()).norm(dim=(1, 2))
+            n_bad += int(((error > ERROR_MAX * signal) & (signal > SIGNAL_MIN * flat.norm(dim=(1, 2)))).sum())
+        return n_bad
+
+    def _sample(self, move: Move) -> tuple[list[_Layer], torch.cuda.Event | None]:
+        """Copy layers of a move that are missing in the sample, on the current stream. Return the event behind that."""
         vectors, blocks = self._vectors, self._vectors.blocks(move)
         parts = vectors.parts(move, move.patch.n_heads)
         missing = [(cells, data) for cells, data in parts if cells.first_layer in self._missing]
-        return [
+        layers = [
             _Layer(*vectors.vectors(cells, blocks), data.clone(), cells) for cells, data in missing[:LAYERS_AT_ONCE]
         ]
+        return layers, torch.cuda.current_stream(blocks.device).record_event() if blocks.is_cuda else None

@@ -13,7 +13,7 @@ from kvtier.codecs.base import EncodeResult
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Extent, Geometry
 from kvtier.kernels.launch import to_device
-from kvtier.kernels.paged import Move, PagedKV
+from kvtier.kernels.paged import Move, PagedKV, Patch
 
 DTYPES = ("bfloat16", "float16", "float32")  # of engines whose KV can be encoded: in the others it is encoded already
 # Heads of a layer of a chunk that are encoded together on the CPU, so that all that is made of them stays in the cache.
@@ -121,6 +121,13 @@ class VectorPages:
         """Return copies of K and V of one layer in these blocks: (heads, tokens, size)."""
         k, v = (plane[blocks].permute(2, 0, 1, 3).flatten(1, 2) for plane in self._planes(cells))
         return k, v
+
+    def blank_move(self) -> Move:
+        """Return a move of the first layer, with slabs of its own, to load kernels with."""
+        held, block = self.held, self._pages.block_tokens
+        n_bytes = self.coder.n_bytes(range(held.first_layer, held.first_layer + 1))
+        slabs = torch.zeros(held.n_heads, n_bytes, dtype=torch.uint8, device=self._pages.layers[0].k.device)
+        return Move(Patch(0, 0, 1, 0, held.n_heads), (0,) * (self.coder.tokens // block), slabs)
 
     def _planes(self, cells: Extent) -> tuple[torch.Tensor, ...]:
         """K and V of one layer: (n_blocks, block_tokens, heads, size), views."""

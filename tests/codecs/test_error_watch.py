@@ -1,10 +1,13 @@
 """The check of the first chunks: a head whose error is large beside its signal is counted, and named once."""
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from kvtier.codecs import error_watch
 from kvtier.codecs.base import Codec
@@ -14,6 +17,7 @@ from kvtier.codecs.turboquant.codec import Turboquant
 from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import Extent, Geometry, padded
 from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch
+from kvtier.runtime.threads import begin
 
 TOKENS, HEADS, SIZE, LAYERS = 64, 2, 64, LAYERS_AT_ONCE + 1
 GEOMETRY = Geometry(LAYERS, HEADS, SIZE, SIZE, "bfloat16", 2, "heads", TOKENS)
@@ -104,6 +108,30 @@ def test_verdicts_do_not_wait_for_the_comparison(monkeypatch: pytest.MonkeyPatch
     assert (mover.heads_bad, mover.heads_compared) == (0, 2 * HEADS * LAYERS_AT_ONCE)
 
 
+@pytest.mark.parametrize("codec", [Int8Codec(), Turboquant("k4v4", 1e4)])
+def test_all_operations_of_the_check_ran_before_the_first_chunk(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the first call of each loads a kernel, which must not happen in an engine's step."""
+    called: set[str] = set()
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.add(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    def begin_recorded(name: str, work: Callable[[], None]) -> Future[None]:
+        def run() -> None:
+            with Calls():
+                work()
+
+        return begin(name, run)
+
+    monkeypatch.setattr(error_watch, "begin", begin_recorded)
+    pages = pages_with(0.0, 0)
+    codec.prepare(pages, GEOMETRY, EXTENT)
+    in_prepare = called.copy()
+    assert encode(codec, pages, 1).heads_compared and called and called == in_prepare
+
+
 @pytest.mark.parametrize("where", ["copy", "thread", "comparison"])
 def test_a_fault_of_the_check_ends_the_check_and_no_save(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -118,7 +146,7 @@ def test_a_fault_of_the_check_ends_the_check_and_no_save(
     mover = codec._movers[id(pages)]
     assert isinstance(mover, WatchedMover)
     owner, name = {
-        "copy": (WatchedMover, "_copied"),
+        "copy": (WatchedMover, "_sample"),
         "thread": (error_watch, "begin"),
         "comparison": (WatchedMover, "_compare_layer"),
     }[where]
