@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kvtier.errors import TierUnavailable
 from kvtier.io.native import Message, library
 
+NO_EVENT = 0  # handle with which `launch` records no event
 ARGUMENTS_MAX = 22  # most arguments of a kernel
 SCRATCH_POINTERS = 2  # arguments that Triton adds behind those of the source; null, as kernels here have no scratch
 _LAUNCH = struct.Struct(f"<9Q5I4x{ARGUMENTS_MAX + SCRATCH_POINTERS}Q")  # LaunchSpec of native/launch.h
@@ -95,13 +96,13 @@ def launch(
     grid: tuple[int, int, int],
     arguments: Sequence[int],
     stream_and_event: tuple[int, int],
-    table: PinnedCopy,
+    table: PinnedCopy = PinnedCopy(),  # noqa: B008
     answer: PinnedCopy = PinnedCopy(),  # noqa: B008
 ) -> None:
     """Copy a table to the device, launch a kernel, copy its answer back and record an event, on one stream of the
     current device, without waiting for it.
 
-    grid: if it has a 0, no kernel is launched. arguments: addresses, and integers below 2^31; at most ARGUMENTS_MAX,
+    grid: if it has a 0, no kernel is launched. arguments: addresses, and integers below 2^64; at most ARGUMENTS_MAX,
     and two pointers behind them are null for Triton's scratch memory. stream_and_event: handles of the driver, as torch
     has them too.
 

@@ -12,7 +12,9 @@ from blake3 import blake3
 
 from kvtier.errors import Corrupt
 from kvtier.format.checksum import PAIRS_PER_PAGE
-from kvtier.kernels.device_code import DeviceKernel, unpack
+from kvtier.io import cuda
+from kvtier.io.cuda import KernelHandle
+from kvtier.kernels.device_code import load, unpack
 from kvtier.kernels.launch import on_device
 from kvtier.storage.own_files import OwnFiles
 
@@ -21,7 +23,7 @@ PAGES = 16  # of a program
 SOURCES = ("block_sums.py", "device_block_sums.py", "device_checksum.py", "device_code.py")
 
 
-_loaded: dict[torch.device, DeviceKernel] = {}  # by device; the driver keeps a module that it has loaded
+_loaded: dict[torch.device, KernelHandle] = {}  # by device; the driver keeps a module that it has loaded
 _loading = threading.Lock()
 
 
@@ -30,28 +32,28 @@ def is_compiled(device: torch.device, stored: OwnFiles) -> bool:
     return device.type == "cuda" and stored.get(_key(_capability(device))) is not None
 
 
-def load_kernel(capability: int, stored: OwnFiles | None) -> DeviceKernel:
+def load_kernel(capability: int, stored: OwnFiles | None) -> KernelHandle:
     """Load the kernel into the current device's context: the stored one, else one that is compiled, and stored.
 
     capability: of the device, such as 90. What Triton raises where it has no compiler is passed on. Raises as
-    DeviceKernel, where the driver refuses new code too.
+    `load`, where the driver refuses new code too.
     """
     key = _key(capability)
     if stored is not None and (body := stored.get(key)) is not None:
         try:
-            return DeviceKernel(unpack(body))
+            return load(unpack(body))
         except (Corrupt, RuntimeError) as error:
             stored.remove(key, error)
     from kvtier.kernels.device_block_sums import compiled  # Triton takes 0.4 s to import
 
     code = compiled(capability)
-    kernel = DeviceKernel(code)
+    kernel = load(code)
     if stored is not None:
         stored.put(key, code.pack())
     return kernel
 
 
-def kernel_on(device: torch.device, stored: OwnFiles | None) -> DeviceKernel:
+def kernel_on(device: torch.device, stored: OwnFiles | None) -> KernelHandle:
     """Return the kernel on a CUDA device, which is loaded once a process. Raises as `load_kernel`."""
     with _loading, on_device(device):
         if device not in _loaded:
@@ -92,9 +94,9 @@ class BlockSums:
         self._blocks, self._n_summed = pieces[:, 3].copy(), 0
         self._table = torch.from_numpy(np.ascontiguousarray(pieces)).to(device)
         self._sums = torch.zeros(n_blocks, dtype=torch.int64, device=device)
-        self._seed = seed - (1 << 64) if seed >> 63 else seed
+        self._seed = seed
         self._parts = -(-int(pieces[:, 2].max(initial=0)) // (PAGES * PAIRS_PER_PAGE))
-        self._kernel: DeviceKernel | None = None
+        self._kernel: KernelHandle | None = None
         if device.type == "cuda":
             self._kernel = kernel_on(device, stored)
             with on_device(device):
@@ -106,11 +108,12 @@ class BlockSums:
         if self._kernel is None:
             from kvtier.kernels.device_block_sums import interpret
 
-            interpret(grid, table, self._sums, self._seed)
+            interpret(grid, table, self._sums, self._seed - (self._seed >> 63 << 64))
             return
         with on_device(self._device):
             stream = torch.cuda.current_stream(self._device).cuda_stream
-            self._kernel.launch(grid, stream, table.data_ptr(), self._sums.data_ptr(), self._seed)
+            arguments = (table.data_ptr(), self._sums.data_ptr(), self._seed)
+            cuda.launch(self._kernel, (*grid, 1), arguments, (stream, cuda.NO_EVENT))
 
     def sum_until(self, block: int) -> None:
         """Begin to sum blocks before `block` that were not summed so far: their bytes are there."""

@@ -77,7 +77,7 @@ def _sum_pieces(
 def compiled(capability: int) -> DeviceCode:
     """Compile for devices of a compute capability, such as 90. What Triton raises where it cannot is passed on.
 
-    Raises RuntimeError for a kernel with scratch memory, which DeviceKernel does not give it.
+    Raises RuntimeError for a kernel with scratch memory, which `cuda.launch` does not give it.
     """
     places = {(_sum_pieces.arg_names.index(name),): value for name, value in CONSTANTS.items()}
     types = {"table": "*i64", "sums": "*i64", "seed": "i64"} | dict.fromkeys(CONSTANTS, "constexpr")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 import json
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvtier.errors import Corrupt
-from kvtier.io.cuda import SCRATCH_POINTERS
+from kvtier.io.cuda import KernelHandle
 
 
 class DeviceCode(NamedTuple):
@@ -39,27 +39,15 @@ def unpack(body: bytes) -> DeviceCode:
         raise Corrupt(f"it is no kernel of this kvtier ({error!r})") from None
 
 
-class DeviceKernel:
-    """A kernel that the driver has loaded into the current device's context, for as long as the process lives."""
-
-    def __init__(self, code: DeviceCode) -> None:
-        """Load the code. Raises OSError without a driver, RuntimeError where the driver refuses the code."""
-        self._threads, self._shared_bytes = code.threads, code.shared_bytes
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._call("cuModuleLoadData", ctypes.byref(module), code.cubin)
-        self._call("cuModuleGetFunction", ctypes.byref(self._function), module, code.name.encode())
-
-    def launch(self, grid: tuple[int, int], stream: int, *arguments: int) -> None:
-        """Launch on a stream of the current device. arguments: pointers and integers of at most 64 bits.
-
-        Raises RuntimeError.
-        """
-        values = [ctypes.c_int64(value) for value in (*arguments, *[0] * SCRATCH_POINTERS)]
-        places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        size = (*grid, 1, self._threads, 1, 1, self._shared_bytes)
-        self._call("cuLaunchKernel", self._function, *size, ctypes.c_void_p(stream), places, None)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        if error := getattr(self._driver, name)(*arguments):
+def load(code: DeviceCode) -> KernelHandle:
+    """Load a kernel into the current device's context, for as long as the process lives. Raises OSError without a
+    driver, RuntimeError where the driver refuses the code."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    for name, *arguments in (
+        ("cuModuleLoadData", ctypes.byref(module), code.cubin),
+        ("cuModuleGetFunction", ctypes.byref(function), module, code.name.encode()),
+    ):
+        if error := getattr(driver, name)(*arguments):
             raise RuntimeError(f"{name} of the CUDA driver failed with error {error}")
+    return KernelHandle(function.value or 0, code.threads, code.shared_bytes)

@@ -142,6 +142,15 @@ def test_a_launch_of_an_empty_grid_brings_the_table_alone(cuda: CudaDouble) -> N
         assert stream.host[N] == 0, "the answer's place on the device, which no kernel has written"
 
 
+def test_a_launch_without_an_event_records_none(cuda: CudaDouble) -> None:
+    with Stream(cuda) as stream:
+        stream.host[:N] = range(N)
+        cuda.fail("cuEventRecord")
+        stream.launch((N, 1, 1), is_recorded=False)
+        stream.drain()
+        assert stream.host[N] == N * (N - 1) // 2
+
+
 @pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync", "cuLaunchKernel", "cuMemcpyDtoHAsync", "cuEventRecord"])
 def test_a_launch_that_fails_says_which_call_failed(cuda: CudaDouble, call: str) -> None:
     with Stream(cuda) as stream:
@@ -188,7 +197,7 @@ class Stream:
         cuda_driver.unpin(self._buffer.address)
         self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
-    def launch(self, grid: tuple[int, int, int]) -> None:
+    def launch(self, grid: tuple[int, int, int], is_recorded: bool = True) -> None:
         host, device = ctypes.addressof(self.host), ctypes.addressof(self.device)
         function = ctypes.cast(self._kernel, ctypes.c_void_p).value
         assert function is not None and self._stream.value is not None and self._event.value is not None
@@ -196,7 +205,7 @@ class Stream:
             cuda_driver.KernelHandle(function, 128, 0),
             grid,
             (device, device + 8 * N, N),
-            (self._stream.value, self._event.value),
+            (self._stream.value, self._event.value if is_recorded else cuda_driver.NO_EVENT),
             cuda_driver.PinnedCopy(host, device, 8 * N),
             cuda_driver.PinnedCopy(host + 8 * N, device + 8 * N, 8),
         )

@@ -42,7 +42,7 @@ class Driver:
 def _driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(device_block_sums, "compiled", driver.compile)
-    monkeypatch.setattr(block_sums, "DeviceKernel", driver.load)
+    monkeypatch.setattr(block_sums, "load", driver.load)
     monkeypatch.setattr(block_sums, "_loaded", {})
     monkeypatch.setattr(block_sums, "_capability", lambda device: 90)
     monkeypatch.setattr(block_sums, "on_device", lambda device: nullcontext())
@@ -126,7 +126,7 @@ class Metadata(NamedTuple):
 
 @pytest.mark.parametrize("name", ["global_scratch_size", "profile_scratch_size"])
 def test_a_kernel_with_scratch_memory_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeviceKernel launches it with null pointers in place of that memory."""
+    """kvtier.io.cuda launches it with null pointers in place of that memory."""
     found = SimpleNamespace(metadata=Metadata(), asm={"cubin": CODE.cubin})
     monkeypatch.setattr(device_block_sums, "ASTSource", lambda *_: None)
     monkeypatch.setattr(device_block_sums.triton, "compile", lambda *_, **__: found)

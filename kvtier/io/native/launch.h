@@ -9,7 +9,7 @@ constexpr uint32_t kArgumentsMax = 24;  // the driver reads as many as the kerne
 // kvtier/io/cuda.py packs this struct.
 struct LaunchSpec {
   CuStream stream;
-  CuEvent event;  // recorded after all operations
+  CuEvent event;  // recorded after all operations; null: none is
   void* function;
   const void* table;  // pinned, copied to table_target first
   uint64_t table_target, table_bytes;
