@@ -1,7 +1,7 @@
 """Between the engine's paged KV and head-major slabs: views, and the torch reference of gather and scatter.
 
-These move bytes without looking at them, so every element type is handled alike. They run on any device; the
-reference is what runs on the CPU.
+These move bytes without looking at them, so every element type is handled alike. The reference runs on any device;
+tests and benchmarks compare the native code and the kernels with it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -117,22 +115,19 @@ def gather(pages: PagedKV, patch: Patch, block_ids: Sequence[int], slabs: torch.
     slabs: (n_heads, slab_bytes) uint8; each is [layer][K, then V][token][element], as kvtier.codecs.raw lays it out.
     """
     for page, slab in _planes(pages, patch, slabs, len(block_ids)):
-        for first, run in _runs(block_ids):
-            slab[:, first : first + len(run)].copy_(page[run.start : run.stop].permute(2, 0, 1, 3))
+        slab.copy_(page[list(block_ids)].permute(2, 0, 1, 3))
 
 
 def scatter(pages: PagedKV, patch: Patch, block_ids: Sequence[int], first_block: int, slabs: torch.Tensor) -> None:
     """Copies slabs (as in `gather`) back into blocks, leaving the first `first_block` of `block_ids` untouched."""
     for page, slab in _planes(pages, patch, slabs, len(block_ids)):
-        for first, run in _runs(block_ids[first_block:]):
-            first += first_block
-            page[run.start : run.stop].permute(2, 0, 1, 3).copy_(slab[:, first : first + len(run)])
+        page[list(block_ids[first_block:])] = slab[:, first_block:].permute(1, 2, 0, 3)
 
 
 def _planes(
     pages: PagedKV, patch: Patch, slabs: torch.Tensor, n_blocks: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of equal shape but for order: pages (n_blocks_all, block, heads, words), slabs (heads, n, block, words)."""
+    """Pairs of equal shape but for order: pages (n_blocks_all, block, heads, bytes), slabs (heads, n, block, bytes)."""
     heads = slice(patch.page_head, patch.page_head + patch.n_heads)
     layer_bytes = n_blocks * pages.block_tokens * pages.vector_bytes
     for number in range(patch.n_layers):
@@ -140,30 +135,6 @@ def _planes(
         for plane in pages.layers[patch.page_layer + number].planes:
             row_bytes = plane.shape[-1] * plane.element_size()
             n_bytes = n_blocks * pages.block_tokens * row_bytes
-            words = _widest_words(plane, row_bytes)
-            slab = slabs[:, offset : offset + n_bytes].view(words)
-            yield (
-                plane[:, :, heads].view(words),
-                slab.view(patch.n_heads, n_blocks, pages.block_tokens, row_bytes // words.itemsize),
-            )
+            slab = slabs[:, offset : offset + n_bytes].view(patch.n_heads, n_blocks, pages.block_tokens, row_bytes)
+            yield plane[:, :, heads].view(torch.uint8), slab
             offset += n_bytes
-
-
-def _widest_words(plane: torch.Tensor, row_bytes: int) -> torch.dtype:
-    """The widest integer type in which the plane can be viewed: fewer elements to copy for the same bytes."""
-    es = plane.element_size()
-    for words in _WORDS:
-        size = words.itemsize
-        strides_fit = all(stride * es % size == 0 for stride in plane.stride()[:-1])
-        if row_bytes % size == 0 and plane.storage_offset() * es % size == 0 and strides_fit:
-            return words
-    raise AssertionError("bytes always fit")
-
-
-def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, range]]:
-    """Runs of consecutive ids as (position of the first, ids): a run is one copy instead of one a block."""
-    start = 0
-    for end in range(1, len(block_ids) + 1):
-        if end == len(block_ids) or block_ids[end] != block_ids[end - 1] + 1:
-            yield start, range(block_ids[start], block_ids[end - 1] + 1)
-            start = end
