@@ -226,8 +226,10 @@ class KvtierModelLoader(DefaultModelLoader):
             self._damage = fault
             return None
         except (ValueError, TypeError, AssertionError, LookupError, AttributeError, RuntimeError) as fault:
+            # Logged once, by the line about vLLM's own loader, which raises it again if it is a fault of the files.
             self.why = f"the model's loaders cannot be recorded ({type(fault).__name__}: {fault})"
-            raise
+            log.debug("recording the weight loaders failed", exc_info=True)
+            return None
         finally:
             self._trace = None
         # Repeated from the cache, the plan would leave out what loaders did to the model itself.

@@ -188,6 +188,7 @@ def test_loaders_that_cannot_be_recorded_get_real_tensors(llama: Any, caplog: An
         model.load_weights = load.__get__(model)
         found = load_with_reason(model, config, caplog)
         assert found.startswith(reason) and bool(found) == bool(reason)
+        assert [record.exc_info for record in caplog.records if record.name == "kvtier"] == [None]
         del model.load_weights
         if load is not calls_numpy:
             assert_equal(model, expected)
