@@ -9,6 +9,7 @@ all of them. So a request waits only for a load that is not much longer than wha
 would leave the engine short of KV memory, and never for a load that is overdue.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -149,11 +150,4 @@ class SharedLoads:
 
 def _shared(keys: Sequence[bytes], others: frozenset[bytes]) -> int:
     """Return how many leading keys are in `others`. Keys are chained: if one is, so are all before it."""
-    low, high = 0, len(keys)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if keys[middle - 1] in others:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_left(keys, True, key=lambda key: key not in others)
