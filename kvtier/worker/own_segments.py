@@ -42,6 +42,8 @@ class OwnSegments:
         self.writes = writes
         self.whole = worker.geometry.whole
         self.slab_bytes = slab_bytes(worker.codec, worker.geometry, writes)
+        layers = range(writes.first_layer, writes.end_layer)
+        self.filled_bytes = worker.codec.layers_bytes(worker.geometry, layers)  # of a slab, without its padding
         self.record_bytes = record_bytes(writes, self.slab_bytes)
         self.accepted: deque[Name] = deque(maxlen=ACCEPTED_MAX)
         self.unpublished: deque[tuple[bytes, int, int]] = deque(maxlen=UNPUBLISHED_MAX)

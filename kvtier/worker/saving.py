@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from kvtier.arena.admission import Admissions
 from kvtier.codecs.base import Encoded
-from kvtier.format.geometry import PAGE_BYTES, Extent
+from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import part_of
 from kvtier.kernels.paged import Move, Patch, SlabRun
 from kvtier.plan import SaveChunk, SaveDone, SaveOutcome, SavePlan
@@ -39,7 +39,7 @@ from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import Mark
 from kvtier.worker.loop import Then, TransferLoop, Turn
 from kvtier.worker.own_segments import OwnSegments
-from kvtier.worker.read_plan import Cut, Source, cuts_of
+from kvtier.worker.read_plan import Cut, Source
 from kvtier.worker.record_writer import RecordWriter, Staged
 
 COPIED_TOGETHER = 16  # chunks that are copied into the host arena behind one mark
@@ -70,30 +70,12 @@ class Gathered(NamedTuple):
     encoded: Encoded | None
 
 
-class RecordLayout(NamedTuple):
-    """Layout of the records that a rank saves.
-
-    writes: layers and heads in a record. filled_bytes: bytes of a slab without its padding. patch: place of the slabs
-    in the rank's pages. cut: how a load takes a chunk that is cached in the slot from which it was saved.
-    """
-
-    writes: Extent
-    slab_bytes: int
-    filled_bytes: int
-    patch: Patch
-    cut: Cut
-
-
-def _layout_of(worker: WorkerContext, segments: OwnSegments) -> RecordLayout:
+def _own_cut(worker: WorkerContext, segments: OwnSegments) -> Cut:
+    """Return the place of a record that this rank saves, in its slot and in the rank's pages."""
     writes, held, slab_bytes = segments.writes, worker.share.reads, segments.slab_bytes
     layer, head = writes.first_layer - held.first_layer, writes.first_head - held.first_head
     patch = Patch(0, layer, writes.n_layers, head, writes.n_heads)
-    filled_bytes = worker.codec.layers_bytes(worker.geometry, range(writes.first_layer, writes.end_layer))
-    # Used only where the rank reads exactly what it writes: other ranks do not cache the chunks that they save.
-    cuts = cuts_of(((writes, slab_bytes),), writes, worker.arena.slot_bytes)
-    assert cuts is not None, "a slot has room for the record that is gathered into it"
-    ((_, cut),) = cuts
-    return RecordLayout(writes, slab_bytes, filled_bytes, patch, cut)
+    return Cut(writes, 0, slab_bytes, writes.n_heads * slab_bytes, PAGE_BYTES, patch)
 
 
 class Saver:
@@ -123,7 +105,7 @@ class Saver:
         is_whole = share.writes == share.reads
         self._keeps_written = is_whole and (admit.arena if worker.host is None else admit.host).keeps_saved()
         self.bounds = bounds if is_whole and admit.arena.keeps_saved() else bounds._replace(held_max=0)
-        self._layout = _layout_of(worker, self.writer.segments)
+        self._cut = _own_cut(worker, self.writer.segments)
         self._log = RepeatedLog(worker.clock)
         self._done: deque[SaveDone] = deque()
         self._n_taken, self._n_left = 0, 0  # chunks ever gathered into the arena, by the engine's thread; that left it
@@ -181,17 +163,17 @@ class Saver:
     def _gather(self, staged: list[Staged]) -> Gathered:
         """Launch one gather for all of them, after one launch that zeroes the slabs' padding where they have any: files
         are to hold nothing of the chunks that were in the slots before."""
-        worker, (writes, slab_bytes, filled_bytes, patch, _) = self._worker, self._layout
+        worker, cut = self._worker, self._cut
         chunk_blocks = worker.geometry.chunk_tokens // worker.pages.block_tokens
         slots, moves = list[int](), list[Move]()
         for item in staged:
             chunk = item.chunk
             assert len(chunk.block_ids) == chunk_blocks
-            slabs = worker.arena.slabs(item.slot, PAGE_BYTES, writes.n_heads, slab_bytes)
+            slabs = worker.arena.slabs(item.slot, PAGE_BYTES, cut.wanted.n_heads, cut.slab_bytes)
             position = chunk.number * worker.geometry.chunk_tokens
-            moves.append(Move(patch, chunk.block_ids, slabs, key=chunk.key, position=position))
+            moves.append(Move(cut.patch, chunk.block_ids, slabs, key=chunk.key, position=position))
             slots.append(item.slot)
-        worker.arena.blank(slots, writes.n_heads, slab_bytes, filled_bytes)
+        worker.arena.blank(slots, cut.wanted.n_heads, cut.slab_bytes, self.writer.segments.filled_bytes)
         encoded = worker.codec.encode(worker.pages, moves)
         return Gathered(staged, worker.order.mark(), encoded)
 
@@ -278,7 +260,7 @@ class Saver:
                 sums = worker.sums([self._slab_run(item, worker.arena, item.above) for item in unsummed])
             for item, checksums in zip(unsummed, sums, strict=True):
                 item.checksums = checksums
-        n_bytes = self._layout.writes.n_heads * self._layout.slab_bytes
+        n_bytes = self._cut.n_bytes
         pairs = [(host.record(item.slot, n_bytes), worker.arena.record(item.above, n_bytes)) for item in moved]
         self._loop.when_done(self, worker.order.begin_copies_down(pairs), self._copied, moved)
         return True
@@ -304,7 +286,7 @@ class Saver:
 
     def _tags(self, staged: Sequence[Staged]) -> list[tuple[bytes, ...]]:
         """Return the tags of chunks in host memory. Runs in the pool: each byte is hashed."""
-        signer, writes = self._worker.io.signer, self._layout.writes
+        signer, writes = self._worker.io.signer, self._cut.wanted
         assert signer is not None
         return [
             signer.tags(
@@ -354,12 +336,12 @@ class Saver:
         for item, slot in saved:
             at = item.location
             assert at is not None, "the record is written"
-            filled.append((slot, item.chunk.key, (Source(at, self._layout.cut, at.checksums),)))
+            filled.append((slot, item.chunk.key, (Source(at, self._cut, at.checksums),)))
         arena.commit(filled)
 
     def _slab_run(self, item: Staged, arena: ChunkArena, slot: int) -> SlabRun:
-        writes = self._layout.writes
-        slabs = arena.slabs(slot, PAGE_BYTES, writes.n_heads, self._layout.slab_bytes)
+        writes = self._cut.wanted
+        slabs = arena.slabs(slot, PAGE_BYTES, writes.n_heads, self._cut.slab_bytes)
         return SlabRun(slabs, item.chunk.key, writes.first_head, writes.first_layer)
 
     def give_back(self, staged: Sequence[Staged], then: Callable[[], None]) -> None:
