@@ -59,7 +59,7 @@ from kvtier.storage.segments import SegmentFolders, Sharing, direct_io_works
 from kvtier.storage.start_wait import in_time
 from kvtier.worker.arenas import cuda_memory, host_memory
 from kvtier.worker.context import Quarantine, WorkerContext, arena_slot_bytes
-from kvtier.worker.io_setup import open_io
+from kvtier.worker.io_setup import load_cost, open_io
 from kvtier.worker.loop import TASKS_MAX
 from kvtier.worker.saving import SaveBounds
 from kvtier.worker.transfer import Transfer, TransferJobs
@@ -289,8 +289,8 @@ def open_transfer(
     codec.prepare(pages, geometry, share.reads)
     direct = in_time(root.path, "trying direct I/O", partial(use_direct_io, settings, root))
     measure = partial(open_io, settings, root, direct, memory.arena, device, work.ranks)
-    io = in_time(root.path, "measuring its reads (io.calibrate)", measure)
-    engines = io.engines._replace(signer=signer_of(settings, namespace, [share]))
+    engines, measured = in_time(root.path, "measuring its reads (io.calibrate)", measure)
+    engines = engines._replace(signer=signer_of(settings, namespace, [share]))
     metrics = Metrics()
     check = partial(check_namespace, root, namespace)
     files = SegmentFolders(
@@ -314,7 +314,7 @@ def open_transfer(
         settings.io.timeout_s,
     )
     jobs = _transfer_jobs(settings)
-    cost = io.cost.of_share(codec, geometry, share) if io.cost else None
+    cost = load_cost(measured, codec, geometry, share)
     bounds = SaveBounds(settings.queues.saves_within(memory.save_slots), memory.held_slots)
     transfer = Transfer(worker, jobs, _admissions(settings, device.type), bounds, cost, memory.pinner)
     transfer.start()

@@ -1,7 +1,6 @@
 """The I/O of one worker on its root's mount: which engine reads, how it is sized, and what a load should cost there."""
 
 import logging
-from typing import NamedTuple
 
 import torch
 
@@ -26,30 +25,11 @@ LOAD_FIXED_S = 0.003
 _abandoned: list[ChunkArena] = []
 
 
-class MountCost(NamedTuple):
-    """Seconds: of any load, and of each of its bytes, as they are stored."""
-
-    fixed_s: float
-    byte_s: float
-
-    def of_share(self, codec: Codec, geometry: Geometry, share: RankShare) -> LoadCost:
-        """Return the cost of the tokens that this rank loads its share of."""
-        chunk_bytes = share.reads.n_heads * slab_bytes(codec, geometry, share.reads)
-        return LoadCost(self.fixed_s, self.byte_s * chunk_bytes / geometry.chunk_tokens)
-
-
-class MountIo(NamedTuple):
-    """cost: None: not measured."""
-
-    engines: Engines
-    cost: MountCost | None
-
-
 def open_io(
     settings: Settings, root: Root, direct: bool, arena: ChunkArena, device: torch.device, ranks: int = 1
-) -> MountIo:
-    """Measures the mount (with a GPU, unless the settings say otherwise) and starts the engine. ranks: of this machine,
-    which read at once. Raises ConfigError."""
+) -> tuple[Engines, Calibration | None]:
+    """Measures the mount (with a GPU, unless the settings say otherwise) and starts the engine. Return it, and the
+    calibration by which it was chosen. ranks: of this machine, which read at once. Raises ConfigError."""
     in_memory = file_system_of(root.folder).kind in IN_MEMORY
     if not arena.is_device:
         sizes = sizes_for(in_memory, settings.io.threads, settings.io.piece_bytes)
@@ -61,7 +41,7 @@ def open_io(
             sizes.piece_bytes >> 10,
         )
         ring = _ring(sizes)
-        return MountIo(Engines(ring, ring), None)
+        return Engines(ring, ring), None
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     if torch.cuda.is_available():
         torch.cuda.set_device(ordinal)  # the start measures on a thread of its own, which begins with device 0
@@ -81,9 +61,9 @@ def open_io(
     usual = default_choice(ask, cache_share(ask))
     if measured is None:
         log.info("I/O under %s: the default, %s, because io.calibrate is off", root.path, usual)
-        return MountIo(_open(settings, usual, ask), None)
+        return _open(settings, usual, ask), None
     try:
-        return MountIo(_open(settings, measured.choice, ask), _cost(measured))
+        return _open(settings, measured.choice, ask), measured
     except ConfigError as fault:
         if settings.io.engine != "auto" or measured.choice == usual:
             raise
@@ -93,7 +73,7 @@ def open_io(
             usual,
             fault.fix,
         )
-        return MountIo(_open(settings, usual, ask), None)
+        return _open(settings, usual, ask), None
 
 
 def _measure(settings: Settings, root: Root, ask: Ask, arena: ChunkArena) -> Calibration | None:
@@ -122,7 +102,10 @@ def _ring(sizes: RingSizes) -> Ring:
     return Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes)
 
 
-def _cost(measured: Calibration) -> MountCost | None:
-    if measured.read_bytes_s is None:
+def load_cost(measured: Calibration | None, codec: Codec, geometry: Geometry, share: RankShare) -> LoadCost | None:
+    """Return the cost of the tokens that this rank loads its share of; None: not measured."""
+    if measured is None or measured.read_bytes_s is None:
         return None
-    return MountCost((measured.latency_s or 0.0) + LOAD_FIXED_S, 1 / measured.read_bytes_s)
+    chunk_bytes = share.reads.n_heads * slab_bytes(codec, geometry, share.reads)
+    token_s = chunk_bytes / geometry.chunk_tokens / measured.read_bytes_s
+    return LoadCost((measured.latency_s or 0.0) + LOAD_FIXED_S, token_s)

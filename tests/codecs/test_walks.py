@@ -17,11 +17,13 @@ from kvtier.codecs.turboquant.layout import PRESETS, SlabFormat
 from kvtier.codecs.vectors import LayerCoder
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Extent, Geometry, share_of_rank
+from kvtier.io.calibration import Calibration
+from kvtier.io.engines import EngineChoice
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import Move, PagedKV, SlabRun
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
-from kvtier.worker.io_setup import MountCost
+from kvtier.worker.io_setup import LOAD_FIXED_S, load_cost
 from tests.codecs.transform_rig import make_table
 from tests.support import lazy
 from tests.support.ends import engines_end as engines_end  # a fixture
@@ -262,8 +264,9 @@ def test_a_load_costs_what_is_stored() -> None:
         layers=32, kv_heads=8, k_head_size=128, v_head_size=128, dtype="bfloat16", element_bytes=2, chunk_tokens=256
     )
     share = share_of_rank(shape, 0, 1, 0, range(32))
-    cost = MountCost(0.5, 1e-9).of_share(Turboquant("k4v4"), shape, share)
-    assert cost.fixed_s == 0.5
+    measured = Calibration(EngineChoice("ring", 1, 4096), 1e9, None, 0.5, 1.0, ())
+    cost = load_cost(measured, Turboquant("k4v4"), shape, share)
+    assert cost is not None and cost.fixed_s == 0.5 + LOAD_FIXED_S
     assert cost.token_s == pytest.approx(1e-9 * 8 * 270 * 4096 / 256)
     assert slab_bytes(Turboquant("k4v4"), shape, share.reads) == 270 * 4096
 

@@ -35,7 +35,7 @@ class Machine:
         monkeypatch.setattr(io_setup, "open_engine", lambda *_: SimpleNamespace(close=lambda timeout_s=1.0: True))
 
     def start_worker(self) -> None:
-        io_setup.open_io(self.settings, self.root, True, ARENA, torch.device("cuda", 0)).engines.close()
+        io_setup.open_io(self.settings, self.root, True, ARENA, torch.device("cuda", 0))[0].close()
 
     def _find(self, name: str) -> ModuleSpec | None:
         assert name == "kvikio"
@@ -78,7 +78,7 @@ def test_pages_that_were_written_are_read_once_on_a_file_system_in_memory_only(
     monkeypatch.setattr(io_setup, "Ring", ring)
     arena: Any = SimpleNamespace(is_device=False)
     own = settings(tmp_path)
-    io_setup.open_io(own, root, True, arena, torch.device("cpu")).engines.close()
+    io_setup.open_io(own, root, True, arena, torch.device("cpu"))[0].close()
     sizes = sizes_for(in_memory, own.io.threads)
     options = {"write_piece_bytes": sizes.write_piece_bytes}
     assert rings == [(sizes.threads, sizes.piece_bytes, options)]
