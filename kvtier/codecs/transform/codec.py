@@ -19,6 +19,7 @@ class TransformCodec(BaseCodec):
     def __init__(self, preset: str, table: TransformTable | None) -> None:
         """preset: of PRESET_BITS. table: None only to learn sizes."""
         super().__init__()
+        self.version = 2  # 1 stored codes token by token
         self.name = f"{preset}+{table.hash}" if table else preset
         self._preset = preset
         self._table = table

@@ -16,7 +16,15 @@ import triton
 import triton.language as tl
 
 from kvtier.codecs.transform.reference import GAIN_LEAST, RAW_TOKENS
-from kvtier.codecs.transform.slab import half_columns, half_words, layer_start, parts_of_layer, tile_angles
+from kvtier.codecs.transform.slab import (
+    byte_places,
+    four_words,
+    half_columns,
+    half_words,
+    layer_start,
+    parts_of_layer,
+    tile_angles,
+)
 from kvtier.kernels.tiles import (
     copy_first_token,
     fused,
@@ -28,76 +36,99 @@ from kvtier.kernels.tiles import (
 )
 
 _GAIN_LEAST, _RAW_TOKENS = tl.constexpr(GAIN_LEAST), tl.constexpr(RAW_TOKENS)
-# Bits [0, 32) of the number at address $2, of any alignment, and bits [$3, $3 + 32). $3: 32 at most.
+# Bits [0, 32) of a token's number, and bits [$8, $8 + 32). $2: address of a layer's codes; $3: token; $4 to $7: as
+# `byte_places` has them; $8: 32 at most. Each load has a register of its own: no load waits for another.
 _QUADS = tl.constexpr(
-    "{ .reg .b64 a; .reg .b32 s, x, y, z; and.b64 a, $2, -4; ld.global.nc.b32 x, [a]; ld.global.nc.b32 y, [a + 4]; "
-    "ld.global.nc.b32 z, [a + 8]; cvt.u32.u64 s, $2; shl.b32 s, s, 3; shf.r.wrap.b32 x, x, y, s; "
-    "shf.r.wrap.b32 y, y, z, s; mov.b32 $0, x; shf.r.clamp.b32 $1, x, y, $3; }"
+    "{ .reg .pred p, q, r, s; .reg .b64 a, b, c, d, t; .reg .b32 x, y, z, w; .reg .b16 u; cvt.u64.u32 t, $3; "
+    "setp.ge.s32 p, $4, 4; setp.eq.s32 q, $4, 8; and.b32 y, $4, 1; setp.ne.s32 s, y, 0; "
+    "and.b32 z, $4, 2; setp.ne.s32 r, z, 0; shl.b32 z, z, 3; "
+    "cvt.u64.u32 a, $5; add.s64 a, a, $2; mad.wide.u32 a, $3, 4, a; mov.b32 x, 0; @p ld.global.nc.b32 x, [a]; "
+    "cvt.u64.u32 b, $6; add.s64 b, b, $2; mad.wide.u32 b, $3, 2, b; mov.b32 w, 0; @r ld.global.nc.u16 w, [b]; "
+    "mad.wide.u32 d, $3, 2, b; mov.b32 y, 0; @q ld.global.nc.b32 y, [d]; "
+    "cvt.u64.u32 c, $7; add.s64 c, c, $2; add.s64 c, c, t; mov.b16 u, 0; @s ld.global.nc.u8 u, [c]; "
+    "or.b32 y, y, w; cvt.u32.u16 w, u; shl.b32 w, w, z; or.b32 y, y, w; selp.b32 x, x, y, p; mov.b32 $0, x; "
+    "shf.r.clamp.b32 $1, x, y, $8; }"
 )
 # The pair $2, $3 turned by the angle with cosine $4 and sine $5.
 _TURN = tl.constexpr(
     "{ .reg .f32 x, y; mul.rn.f32 x, $3, $5; neg.f32 x, x; mul.rn.f32 y, $2, $5; fma.rn.f32 $0, $2, $4, x; "
     "fma.rn.f32 $1, $3, $4, y; }"
 )
-# Levels of two codes in $1 and $2. $3, $4: factors that move the codes to the top. $5, $6: 32 less bits. $7: levels.
-# A code's place among the levels is its bits behind a 1.
+# Levels of the four codes in $4. $5, $6: a byte for each, by how much it is moved to the top, and 32 less its bits. $7:
+# levels. A code's place among the levels is its bits behind a 1.
 _LEVELS = tl.constexpr(
-    "{ .reg .b64 a; .reg .b32 x, y; .reg .b16 u, v; mul.lo.u32 x, $1, $3; mul.lo.u32 y, $2, $4; "
-    "shf.r.wrap.b32 x, x, 1, $5; shf.r.wrap.b32 y, y, 1, $6; mad.wide.u32 a, x, 2, $7; ld.global.nc.b16 u, [a]; "
-    "mad.wide.u32 a, y, 2, $7; ld.global.nc.b16 v, [a]; mov.b32 $0, {u, v}; }"
+    "{ .reg .b64 a; .reg .b32 x, y, z; "
+    + " ".join(
+        f"shr.u32 y, $5, {8 * n}; shf.l.wrap.b32 x, 0, $4, y; prmt.b32 z, $6, 0, 0x444{n}; "
+        f"shf.r.clamp.b32 x, x, 1, z; mad.wide.u32 a, x, 2, $7; ld.global.nc.b16 ${n}, [a];"
+        for n in range(4)
+    )
+    + " }"
 )
 
 
 @triton.jit
-def _quads(rows: tl.tensor, starts: tl.tensor, middles: tl.tensor, C: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def _quads(
+    codes: tl.tensor, token: tl.tensor, parts: tl.tuple, middles: tl.tensor, C: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """Return the numbers that begin with the codes of the first and of the last four components of each group, (rows,
     groups) int32 each.
 
-    rows: addresses of rows of codes, (rows, 1) int64. starts: first bytes of groups in a row; middles: bits of their
-    first four components; (1, groups) each.
+    token: (rows, 1). parts: as in `byte_places`. middles: bits of the first four components of groups, (1, groups).
     """
-    at, middles = tl.broadcast(rows + starts, middles)
+    token, middles = tl.broadcast(token, middles)
     if C.fast:
-        first, last = tl.inline_asm_elementwise(_QUADS, "=&r,=r,l,r", [at, middles], (tl.int32, tl.int32), True, 1)
+        n_bytes, fours, twos, ones = parts
+        arguments = [codes.to(tl.int64), token, n_bytes, fours, twos, ones, middles]
+        first, last = tl.inline_asm_elementwise(
+            _QUADS, "=&r,=r,l,r,r,r,r,r,r", arguments, (tl.int32, tl.int32), True, 1
+        )
     else:
-        number = tl.full(at.shape, 0, tl.int64)
+        number = tl.full(token.shape, 0, tl.int64)
         for byte in tl.static_range(8):
-            number |= tl.load((at + byte).to(tl.pointer_type(tl.uint8))).to(tl.int64) << (8 * byte)
+            is_there = tl.broadcast_to(parts[0] > byte, token.shape)
+            found = tl.load(codes + byte_places(parts, token, byte), mask=is_there, other=0)
+            number |= found.to(tl.int64) << (8 * byte)
         first, last = number.to(tl.int32), (number >> middles.to(tl.int64)).to(tl.int32)
     return first, last
 
 
 @triton.jit
-def _levels(number: tl.tensor, factor: tl.tensor, shift: tl.tensor, levels: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """(rows, groups, 4) fp16: levels of four components. number: (rows, groups), of `_quads`. factor, shift: (1,
-    groups, 4), of the components."""
-    number, factor = tl.broadcast(number[:, :, None], factor)
-    number, shift = tl.broadcast(number, shift)
+def _levels(number: tl.tensor, shifts: tl.tensor, rests: tl.tensor, levels: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """(rows, groups, 2, 2) fp16: levels of four components. number: (rows, groups), of `_quads`. shifts, rests: (1,
+    groups), of `decode_tables`."""
+    number, shifts = tl.broadcast(number, shifts)
+    number, rests = tl.broadcast(number, rests)
     if C.fast:
-        return tl.inline_asm_elementwise(
-            _LEVELS, "=r,r,r,r,r,r,r,l,l", [number, factor, shift, levels], tl.float16, True, 2
+        types: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+        a, b, c, d = tl.inline_asm_elementwise(
+            _LEVELS, "=&h,=&h,=&h,=h,r,r,r,l", [number, shifts, rests, levels.to(tl.int64)], types, True, 1
         )
     else:
-        place = (((number * factor).to(tl.int64) & 0xFFFFFFFF) | (1 << 32)) >> shift.to(tl.int64)
-        return tl.load(levels + place.to(tl.int32))
+        a, b = _level(number, shifts, rests, levels, 0), _level(number, shifts, rests, levels, 1)
+        c, d = _level(number, shifts, rests, levels, 2), _level(number, shifts, rests, levels, 3)
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def _level(number: tl.tensor, shifts: tl.tensor, rests: tl.tensor, levels: tl.tensor, N: tl.constexpr) -> tl.tensor:
+    """Return the levels of the codes of one of the four components."""
+    moved = (number.to(tl.int64) << ((shifts >> (8 * N)) & 31).to(tl.int64)) & 0xFFFFFFFF
+    return tl.load(levels + ((moved | (1 << 32)) >> ((rests >> (8 * N)) & 63).to(tl.int64)).to(tl.int32))
 
 
 @triton.jit
 def _operand(
-    codes: tl.tensor, token: tl.tensor, row_bytes: tl.tensor, whole: tl.tensor, levels: tl.tensor, P: tl.constexpr,
-    C: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    codes: tl.tensor, token: tl.tensor, whole: tl.tensor, levels: tl.tensor, P: tl.constexpr, C: tl.constexpr
+) -> tl.tensor:
     """(rows, padded) fp16: levels of a tile's codes. token: (rows,). Other arguments as in `_decode_plane`."""
     GROUPS: tl.constexpr = P.padded // 8
-    group, four = tl.arange(0, GROUPS)[None, :], tl.arange(0, 4)[None, None, :]
-    starts, middles = tl.load(whole + group), tl.load(whole + GROUPS + group)
-    rows = codes.to(tl.int64) + (token * row_bytes)[:, None]
-    first, last = _quads(rows, starts, middles, C)
-    columns = whole + 2 * GROUPS + group[:, :, None] * 4 + four
-    first = _levels(first, tl.load(columns), tl.load(columns + 4 * GROUPS), levels, C)
-    last = _levels(last, tl.load(columns + 8 * GROUPS), tl.load(columns + 12 * GROUPS), levels, C)
+    n_bytes, fours, twos, ones = four_words(whole, GROUPS, 8)
+    first, last = _quads(codes, token[:, None], (n_bytes & 15, fours, twos, ones), n_bytes >> 4, C)
+    a, b, c, d = four_words(whole + 4, GROUPS, 8)
+    first, last = _levels(first, a, b, levels, C), _levels(last, c, d, levels, C)
     # A lane has one group of each 32 components. The tensor cores want two components of it at a time.
-    x = tl.join(first, last).permute(0, 1, 3, 2).reshape(C.rows, GROUPS // 4, 4, 4, 2)
+    x = tl.join(first, last).permute(0, 1, 4, 2, 3).reshape(C.rows, GROUPS // 4, 4, 4, 2)
     return operand_rows(x.permute(0, 1, 3, 2, 4).reshape(C.rows, P.padded), C)
 
 
@@ -146,10 +177,10 @@ def _decode_plane(
 ) -> None:
     """Decode K or V of one layer, head and chunk into pages.
 
-    of_head: the plane's tables of this layer and head. slab: codes and bytes of a row, gains, raw elements.
+    of_head: the plane's tables of this layer and head. slab: codes, gains, raw elements.
     """
     inverse, numbers, whole = of_head
-    codes, row_bytes, gains, raw = slab
+    codes, gains, raw = slab
     vectors = plane_of_head(plane, head)
     tl.static_assert(_RAW_TOKENS == 1)
     copy_first_token(vectors, blocks, first_token, raw, P)
@@ -160,16 +191,16 @@ def _decode_plane(
         token = tl.minimum(row, C.tokens - 1)
         g = (tl.load(gains + token).to(tl.int32) + _GAIN_LEAST) << 20
         g = g.to(tl.float32, bitcast=True)[:, None, None]
-        x = _operand(codes, token, row_bytes, whole, tables[4], P, C)
+        x = _operand(codes, token, whole, tables[4], P, C)
         a_low, a_high = _half(tl.dot(x, to_a), g, numbers, 0, P, C)
         b_low, b_high = _half(tl.dot(x, to_b), g, numbers, 1, P, C)
         if P.is_k:
             within, at_place = tile_angles(tables, layer, place, token, P, C)
             for angles in tl.static_range(2):
                 turn = at_place if angles == 0 else within
-                a_low, b_low = _turned(a_low, b_low, tl.load(turn), tl.load(turn + P.half), C)
-                turn += P.half // 2
-                a_high, b_high = _turned(a_high, b_high, tl.load(turn), tl.load(turn + P.half), C)
+                a_low, b_low = _turned(a_low, b_low, tl.load(turn), tl.load(turn + 2 * P.half), C)
+                turn += P.half
+                a_high, b_high = _turned(a_high, b_high, tl.load(turn), tl.load(turn + 2 * P.half), C)
         at, inside = half_words(vectors, blocks, row, P, C)
         inside &= row[:, None, None] >= tl.maximum(first_token, _RAW_TOKENS)
         tl.store(at, words_of(a_low, a_high, C.is_bf16, C.fast), mask=inside)
@@ -183,7 +214,7 @@ def _of_head(tables: tl.tuple, cell: tl.tensor, P: tl.constexpr) -> tl.tuple:
     return (
         tl.multiple_of(matrix + cell * (2 * P.half * P.padded), 16),
         tl.multiple_of(numbers + cell * (4 * P.half), 16),
-        tl.multiple_of(whole + cell * (P.padded // 4 + 2 * P.padded), 16),
+        tl.multiple_of(whole + cell * P.padded, 16),
     )
 
 

@@ -19,7 +19,15 @@ from triton.language.standard import _elementwise_max
 
 from kvtier.codecs.transform.curve import T_MAX
 from kvtier.codecs.transform.reference import GAIN_LEAST, GAIN_MIN, POWER_UNIT, Q_EXPONENT, RAW_TOKENS, U_MAX
-from kvtier.codecs.transform.slab import half_columns, half_words, layer_start, parts_of_layer, tile_angles
+from kvtier.codecs.transform.slab import (
+    byte_places,
+    four_words,
+    half_columns,
+    half_words,
+    layer_start,
+    parts_of_layer,
+    tile_angles,
+)
 from kvtier.kernels.device_part_sum import answer_layer
 from kvtier.kernels.tiles import (
     WHOLE,
@@ -51,18 +59,17 @@ _BYTES = tl.constexpr(
     "{ .reg .b32 x, y; prmt.b32 x, $2, $3, 0x5410; prmt.b32 y, $4, $5, 0x5410; prmt.b32 $0, x, y, 0x7531; "
     "prmt.b32 x, x, y, 0x6420; xor.b32 $1, x, 0x80808080; }"
 )
-# Store the lower $6 bytes of two numbers at addresses $7 and $8. The numbers' first bits are $1 and $2; from bit $5 on,
-# 32 at most, they are $3 and $4.
+# Store a token's number: its first 32 bits are $1; from bit $3 on, 32 at most, it is $2. $4: address of a layer's
+# codes; $5: token; $6 to $9: as `byte_places` has them.
 _STORE = tl.constexpr(
-    "{ .reg .pred p; .reg .b32 x, y, u, v; mov.b32 $0, 0; "
-    "shl.b32 x, $3, $5; or.b32 x, x, $1; shf.l.clamp.b32 y, $3, 0, $5; "
-    "shl.b32 u, $4, $5; or.b32 u, u, $2; shf.l.clamp.b32 v, $4, 0, $5; "
-    + " ".join(
-        f"setp.gt.s32 p, $6, {byte}; @p st.global.b8 [$7 + {byte}], {x}; shr.u32 {x}, {x}, 8; "
-        f"@p st.global.b8 [$8 + {byte}], {u}; shr.u32 {u}, {u}, 8;"
-        for byte, (x, u) in enumerate((("x", "u"),) * 4 + (("y", "v"),) * 4)
-    )
-    + " }"
+    "{ .reg .pred p, q, r, s; .reg .b64 a, t; .reg .b32 x, y, z; mov.b32 $0, 0; cvt.u64.u32 t, $5; "
+    "setp.ge.s32 p, $6, 4; setp.eq.s32 q, $6, 8; and.b32 z, $6, 1; setp.ne.s32 s, z, 0; "
+    "and.b32 z, $6, 2; setp.ne.s32 r, z, 0; shl.b32 z, z, 3; "
+    "shl.b32 x, $2, $3; or.b32 x, x, $1; shf.l.clamp.b32 y, $2, 0, $3; selp.b32 y, y, x, p; "
+    "cvt.u64.u32 a, $7; add.s64 a, a, $4; mad.wide.u32 a, $5, 4, a; @p st.global.b32 [a], x; "
+    "cvt.u64.u32 a, $8; add.s64 a, a, $4; mad.wide.u32 a, $5, 2, a; @r st.global.b16 [a], y; "
+    "mad.wide.u32 a, $5, 2, a; @q st.global.b32 [a], y; "
+    "cvt.u64.u32 a, $9; add.s64 a, a, $4; add.s64 a, a, t; shr.u32 y, y, z; @s st.global.b8 [a], y; }"
 )
 
 
@@ -98,9 +105,9 @@ def _elements(
         within, at_place = tile_angles(tables, layer, place, token, P, C)
         for angles in tl.static_range(2):
             turn = within if angles == 0 else at_place
-            a_low, b_low = _turned(a_low, b_low, tl.load(turn), tl.load(turn + P.half))
-            turn += P.half // 2
-            a_high, b_high = _turned(a_high, b_high, tl.load(turn), tl.load(turn + P.half))
+            a_low, b_low = _turned(a_low, b_low, tl.load(turn), tl.load(turn + 2 * P.half))
+            turn += P.half
+            a_high, b_high = _turned(a_high, b_high, tl.load(turn), tl.load(turn + 2 * P.half))
     return a_low, a_high, b_low, b_high
 
 
@@ -309,49 +316,28 @@ def _codes(n: tl.tensor, inverse: tl.tensor, columns: tl.tensor, P: tl.constexpr
 
 
 @triton.jit
-def _halves_of_rows(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the first and the second half of rows. A thread has as many of both."""
-    HALF: tl.constexpr = x.shape[0] // 2
-    first, second = x.reshape(2, HALF, x.shape[1]).permute(1, 2, 0).split()
-    return first, second
-
-
-@triton.jit
 def _store_codes(
-    codes: tl.tensor, code: tl.tensor, row: tl.tensor, row_bytes: tl.tensor, whole: tl.tensor, P: tl.constexpr,
-    C: tl.constexpr,
-) -> None:  # fmt: skip
-    """Store the codes (rows, padded) of a tile: those of a group make a number, which a thread stores byte by byte."""
+    codes: tl.tensor, code: tl.tensor, row: tl.tensor, whole: tl.tensor, P: tl.constexpr, C: tl.constexpr
+) -> None:
+    """Store the codes (rows, padded) of a tile: those of a group make a number."""
     GROUPS: tl.constexpr = P.padded // 8
     even, odd = (code * _column(whole, P)).reshape(C.rows, 4 * GROUPS, 2).split()
     even, odd = (even + odd).reshape(C.rows, 2 * GROUPS, 2).split()
     whole += P.padded
     quads = tl.arange(0, 2 * GROUPS)[None, :]
     first, last = (even + odd + tl.load(whole + quads)).reshape(C.rows, GROUPS, 2).split()
-    group = tl.arange(0, GROUPS)[None, :]
-    middle, start = tl.load(whole + 2 * GROUPS + group), tl.load(whole + 3 * GROUPS + group)
-    n_bytes = tl.load(whole + 4 * GROUPS + group)
-    at = codes.to(tl.int64) + ((row * row_bytes)[:, None] + start)
-    if C.fast and C.tokens % C.rows == 0:
-        a_first, b_first = _halves_of_rows(first)
-        a_last, b_last = _halves_of_rows(last)
-        a_at, b_at = _halves_of_rows(tl.broadcast_to(at, first.shape))
-        a_first, middle = tl.broadcast(a_first, middle)
-        n_bytes = tl.broadcast_to(n_bytes, a_first.shape)
-        tl.inline_asm_elementwise(
-            _STORE,
-            "=r,r,r,r,r,r,r,l,l",
-            [a_first, b_first, a_last, b_last, middle, n_bytes, a_at, b_at],
-            tl.int32,
-            False,
-            1,
-        )
+    n_bytes, fours, twos, ones = four_words(whole + 2 * GROUPS, GROUPS, 4)
+    n_bytes, middle = n_bytes & 15, n_bytes >> 4
+    n_bytes = tl.where((row < C.tokens)[:, None], n_bytes, 0)
+    token = row[:, None]
+    if C.fast:
+        arguments = [first, last, middle, codes.to(tl.int64), token, n_bytes, fours, twos, ones]
+        tl.inline_asm_elementwise(_STORE, "=r,r,r,r,l,r,r,r,r,r", arguments, tl.int32, False, 1)
     else:
         number = (first.to(tl.int64) & 0xFFFFFFFF) | ((last.to(tl.int64) & 0xFFFFFFFF) << middle.to(tl.int64))
-        at = at.to(tl.pointer_type(tl.uint8))
         for byte in tl.static_range(8):
-            is_there = (n_bytes > byte) & (row < C.tokens)[:, None]
-            tl.store(at + byte, (number >> (8 * byte)).to(tl.uint8), mask=is_there)
+            at = codes + byte_places((n_bytes, fours, twos, ones), token, byte)
+            tl.store(at, (number >> (8 * byte)).to(tl.uint8), mask=n_bytes > byte)
 
 
 @triton.jit
@@ -381,7 +367,7 @@ def _encode_plane(
     of_head: the plane's tables of this layer and head. slab: parts_of_layer.
     """
     forward, numbers, whole = of_head
-    codes, row_bytes, gains, raw = slab
+    codes, gains, raw = slab
     vectors = plane_of_head(plane, head)
     _store_first_token(vectors, blocks, raw, P)
     largest = tl.full((C.rows,), 0, tl.int32)
@@ -412,7 +398,7 @@ def _encode_plane(
         store_by_rows(gains, gain.to(tl.uint8), row, row < C.tokens)
         g = _float((gain + _GAIN_LEAST - 8 * e) << 20)
         inverse = quotient(tl.full(g.shape, 1.0, tl.float32), g, C.fast)
-        _store_codes(codes, _codes(n, inverse, columns + P.padded, P, C), row, row_bytes, whole, P, C)
+        _store_codes(codes, _codes(n, inverse, columns + P.padded, P, C), row, whole, P, C)
     return tl.reduce(largest, 0, _elementwise_max)
 
 
@@ -423,7 +409,7 @@ def _of_head(tables: tl.tuple, cell: tl.tensor, P: tl.constexpr) -> tl.tuple:
     return (
         tl.multiple_of(matrix + cell * (4 * P.half * P.padded), 16),
         tl.multiple_of(numbers + cell * (4 * P.half + 6 * P.padded + 8), 16),
-        tl.multiple_of(whole + cell * (P.padded + 5 * P.padded // 8), 16),
+        tl.multiple_of(whole + cell * (P.padded + 3 * P.padded // 4), 16),
     )
 
 

@@ -19,8 +19,9 @@ in fp64, their cosines and sines fp32. The first RAW_TOKENS tokens of each chunk
 A slab is the record's layers one after the other, then padding. A layer of T tokens and R bytes a row:
 
     bytes                          content
-    T * R                          codes: a row for each token, group after group of K, then of V. The 8 codes of a
-                                   group, the first in the lowest bits, are a little-endian number of whole bytes
+    T * R                          codes: group after group of K, then of V. A token's 8 codes of a group, the first in
+                                   the lowest bits, are a little-endian number of whole bytes. Parts of the number, of
+                                   4, 2 and 1 bytes or of 4 and 4, follow each other, each of all tokens
     T, T                           gains of K, gains of V
     RAW_TOKENS * (dk + dv) * 2     K, then V of the first tokens: in the engine's dtype, bf16 where that is fp32
     16                             position of the chunk's first token in the prompt (u32, little-endian), zeros
@@ -97,10 +98,10 @@ def encode_layer(
     planes = turned(k.float(), frequencies, position, False), v.float()
     found = [_encode_vectors(x, coder) for x, coder in zip(planes, coders, strict=True)]
     bits = torch.cat([coder.bits for coder in coders], -1)
-    rows = _pack(torch.cat([each.codes for each in found], -1), bits)
+    packed = _pack(torch.cat([each.codes for each in found], -1), bits)
     place = np.array([position, 0, 0, 0], dtype="<u4").view(np.uint8)
     places = torch.from_numpy(place).to(k.device).expand(heads, -1)
-    parts = [rows.flatten(1), *(each.gains for each in found), *raw, places]
+    parts = [packed, *(each.gains for each in found), *raw, places]
     return EncodedLayer(torch.cat(parts, -1), found[0].refused | found[1].refused)
 
 
@@ -111,9 +112,9 @@ def decode_layer(
     sizes = [coder.bits.shape[-1] for coder in coders]
     raw_bytes = [RAW_TOKENS * size * 2 for size in sizes]
     n_codes = data.shape[-1] - 2 * tokens - sum(raw_bytes) - POSITION_BYTES
-    rows, *gains, raw_k, raw_v, place = torch.split(data, [n_codes, tokens, tokens, *raw_bytes, POSITION_BYTES], -1)
+    packed, *gains, raw_k, raw_v, place = torch.split(data, [n_codes, tokens, tokens, *raw_bytes, POSITION_BYTES], -1)
     bits = torch.cat([coder.bits for coder in coders], -1)
-    codes = _unpack(rows.reshape(len(data), tokens, -1), bits)
+    codes = _unpack(packed, tokens, bits)
     parts = codes[..., : sizes[0]], codes[..., sizes[0] :]
     k, v = (_decode_vectors(*each) for each in zip(parts, gains, coders, strict=True))
     position = int(place[0, :4].cpu().numpy().view("<u4")[0])
@@ -188,33 +189,53 @@ def _curves(device: torch.device) -> torch.Tensor:
     return torch.tensor(CURVES, dtype=torch.float32, device=device).T.contiguous()
 
 
-class _GroupBits(NamedTuple):
-    """shifts: (heads, 1, groups, GROUP), of codes within their group's number. is_there: (heads, groups, 8) bool, bytes
-    of the number that are stored."""
-
-    shifts: torch.Tensor
-    is_there: torch.Tensor
-
-    @classmethod
-    def of(cls, bits: torch.Tensor) -> _GroupBits:
-        groups = bits.view(len(bits), 1, -1, GROUP)
-        ends = groups.cumsum(-1)
-        return cls(ends - groups, torch.arange(8, device=bits.device) * 8 < ends[:, 0, :, -1:])
-
-
 def _pack(codes: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """(heads, T, bytes of a row) uint8. codes: (heads, T, d) int64; bits: (heads, 1, d)."""
-    shifts, is_there = _GroupBits.of(bits)
-    numbers = (codes.view(*codes.shape[:2], -1, GROUP) << shifts).sum(-1, keepdim=True)
-    parts = (numbers >> (8 * torch.arange(8, device=codes.device))) & 255
-    return torch.stack([part[:, there] for part, there in zip(parts, is_there, strict=True)]).to(torch.uint8)
+    """(heads, T * bytes of a token) uint8. codes: (heads, T, d) int64; bits: (heads, 1, d)."""
+    numbers = (codes.view(*codes.shape[:2], -1, GROUP) << _shifts(bits)).sum(-1)
+    octets = numbers.unsqueeze(-1).view(torch.uint8)
+    return torch.stack(
+        [
+            torch.cat([tokens[:, part.group, part.first : part.end].flatten() for part in _parts(each)])
+            for tokens, each in zip(octets, bits, strict=True)
+        ]
+    )
 
 
-def _unpack(rows: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """(heads, T, d) int64. rows: (heads, T, bytes)."""
-    shifts, is_there = _GroupBits.of(bits)
-    parts = torch.zeros(*rows.shape[:2], *is_there.shape[1:], dtype=torch.int64, device=rows.device)
-    for part, row, there in zip(parts, rows, is_there, strict=True):
-        part[:, there] = row.long()
-    numbers = (parts << (8 * torch.arange(8, device=rows.device))).sum(-1, keepdim=True)
-    return ((numbers >> shifts).flatten(-2)) & ((1 << bits) - 1)
+def _unpack(packed: torch.Tensor, tokens: int, bits: torch.Tensor) -> torch.Tensor:
+    """(heads, T, d) int64. packed: of `_pack`."""
+    shifts = _shifts(bits)
+    numbers = torch.zeros(len(bits), tokens, shifts.shape[2], dtype=torch.int64, device=packed.device)
+    octets = numbers.unsqueeze(-1).view(torch.uint8)
+    for head, data, each in zip(octets, packed, bits, strict=True):
+        start = 0
+        for part in _parts(each):
+            end = start + tokens * (part.end - part.first)
+            head[:, part.group, part.first : part.end] = data[start:end].view(tokens, -1)
+            start = end
+    return (numbers.unsqueeze(-1) >> shifts).flatten(-2) & ((1 << bits) - 1)
+
+
+def _shifts(bits: torch.Tensor) -> torch.Tensor:
+    """(heads, 1, groups, GROUP), of codes within their group's number."""
+    groups = bits.view(len(bits), 1, -1, GROUP)
+    return groups.cumsum(-1) - groups
+
+
+class _Part(NamedTuple):
+    """Bytes [first, end) of a group's number."""
+
+    group: int
+    first: int
+    end: int
+
+
+def _parts(bits: torch.Tensor) -> list[_Part]:
+    """Return the parts of all groups of a head, in the order of the slab. bits: (1, d)."""
+    found = []
+    for group, n_bytes in enumerate((bits.view(-1, GROUP).sum(-1) // 8).tolist()):
+        first = 0
+        for size in (4, 4, 2, 1):
+            if n_bytes - first >= size:
+                found.append(_Part(group, first, first + size))
+                first += size
+    return found

@@ -68,10 +68,10 @@ def tile_angles(
     tables: tl.tuple, layer: tl.tensor, place: tl.tensor, token: tl.tensor, P: tl.constexpr, C: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return pointers to the cosines of lower elements of words by tokens within the chunk, (rows, groups, 16), and by
-    the chunk's place, (1, groups, 16). Those of upper elements are P.half // 2 behind, sines P.half behind."""
+    the chunk's place, (1, groups, 16). Those of upper elements are P.half behind, sines 2 * P.half behind."""
     base = tl.load(tables[1] + layer)
-    within = tables[2] + (base * C.tokens + token[:, None, None]) * (2 * P.half) + half_columns(P)
-    at_place = tables[3] + (base * C.places + place) * (2 * P.half) + half_columns(P)
+    within = tables[2] + base * (C.tokens * 2 * P.half) + _angle_places(token[:, None, None], P)
+    at_place = tables[3] + base * (C.places * 2 * P.half) + _angle_places(place, P)
     # The addresses are by runs of four numbers, each run aligned to 16 bytes.
     within = tl.max_contiguous(tl.multiple_of(within, (1, 1, 16)), (1, 1, 4))
     at_place = tl.max_contiguous(tl.multiple_of(at_place, (1, 1, 16)), (1, 1, 4))
@@ -79,17 +79,52 @@ def tile_angles(
 
 
 @triton.jit
+def _angle_places(position: tl.tensor, P: tl.constexpr) -> tl.tensor:
+    """Return where the cosines of positions are in a table of `kernel_angles`: two positions share a line of the cache,
+    as the lanes do that load them at once."""
+    column = tl.arange(0, P.half // 32)[None, :, None] * 32 + tl.arange(0, 16)[None, None, :]
+    return position // 2 * (4 * P.half) + position % 2 * 16 + column
+
+
+@triton.jit
 def parts_of_layer(
     start: tl.tensor, tables: tl.tuple, layer: tl.tensor, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr
 ) -> tuple[tl.tuple, tl.tuple, tl.tensor]:
-    """Return the parts of a layer's bytes, K's and V's, and the pointer to the position. Parts: codes, bytes of a row,
+    """Return the parts of a layer's bytes, K's and V's, and the pointer to the position. Parts: codes of both planes,
     gains, words of raw elements."""
     codes = start.to(tl.pointer_type(tl.uint8))
-    row_bytes = tl.load(tables[0] + layer)
-    gains = codes + C.tokens * row_bytes
+    gains = codes + C.tokens * tl.load(tables[0] + layer)
     raw = (gains + 2 * C.tokens).to(tl.pointer_type(tl.int32))
-    k, v = (codes, row_bytes, gains, raw), (codes, row_bytes, gains + C.tokens, raw + _RAW_TOKENS * K.size // 2)
+    k, v = (codes, gains, raw), (codes, gains + C.tokens, raw + _RAW_TOKENS * K.size // 2)
     return k, v, raw + _RAW_TOKENS * (K.size + V.size) // 2
+
+
+@triton.jit
+def four_words(
+    at: tl.tensor, GROUPS: tl.constexpr, APART: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Load four words of each group, (1, groups) each. The groups' words are APART words apart."""
+    x = tl.load(at + tl.arange(0, GROUPS)[None, :, None] * APART + tl.arange(0, 4)[None, None, :])
+    even, odd = x.reshape(1, GROUPS, 2, 2).split()
+    a, c = even.split()
+    b, d = odd.split()
+    return a, b, c, d
+
+
+@triton.jit
+def byte_places(parts: tl.tuple, token: tl.tensor, BYTE: tl.constexpr) -> tl.tensor:
+    """Return where tokens have a byte of the numbers of groups, (rows, groups).
+
+    token: (rows, 1). parts: of each group the bytes of its number, and where its parts begin, (1, groups) each: the
+    first four bytes, the two or further four bytes behind, the last byte.
+    """
+    n_bytes, fours, twos, ones = parts
+    has_four = n_bytes >= 4
+    rest = tl.where(has_four, BYTE - 4, BYTE)
+    size = tl.where(n_bytes == 8, 4, 2)
+    is_single = (n_bytes < 8) & (rest >= (n_bytes & 2))
+    tail = tl.where(is_single, ones + token, twos + size * token + rest)
+    return tl.where(has_four & (BYTE < 4), fours + 4 * token + BYTE, tail)
 
 
 @triton.jit

@@ -31,14 +31,14 @@ class KernelTables(NamedTuple):
         return KernelTables(*(x.contiguous().to(device) for x in self))
 
 
-def encode_tables(shape: TransformPlane, coder: PlaneCoder, before: torch.Tensor) -> KernelTables:
-    """Return the tables for encoding. coder: of all cells. before: (cells, 1), bytes of a row before the plane's.
+def encode_tables(shape: TransformPlane, coder: PlaneCoder, before: torch.Tensor, tokens: int) -> KernelTables:
+    """Return the tables for encoding. coder: of all cells. before: (cells, 1), bytes of a token's codes before the
+    plane's. tokens: of a chunk.
 
     matrix: upper and lower bytes of `forward`, component after component. numbers: -mean * scale, then scales, of lower
     and upper elements of words, of one half and then the other; by component unit (0 if it is not coded), rate, c1, c3,
     c5 and half the number of codes; the gain's factor. whole: by component the factor that shifts its code within those
-    of four; of each four the number that cancels _TWO23_BITS in their sum; of groups the bits of their first four
-    components, first bytes, numbers of bytes.
+    of four; of each four the number that cancels _TWO23_BITS in their sum; words of groups.
     """
     bits = coder.bits
     rows = torch.arange(2 * shape.half).view(-1, 4, 2, 4).transpose(1, 2).flatten()
@@ -53,33 +53,31 @@ def encode_tables(shape: TransformPlane, coder: PlaneCoder, before: torch.Tensor
     numbers += [_padded(x.float(), shape.padded) for x in by_component]
     numbers.append(torch.nn.functional.pad(coder.counted.flatten(1), (0, 3)))
     numbers.append(torch.nn.functional.pad(torch.full_like(coder.counted.flatten(1), _WHOLE), (0, 3)))
-    groups = _Groups.of(bits, before)
-    quads = groups.bits.reshape(len(bits), -1, 4)
+    quads = bits.reshape(len(bits), -1, 4)
     weights = 1 << (quads.cumsum(-1) - quads)
-    parts = [(weights.flatten(1), 1), (-_TWO23_BITS * weights.sum(-1), 4), (quads[:, ::2].sum(-1), GROUP)]
-    parts += [(groups.starts, GROUP), (groups.n_bytes, GROUP)]
+    parts = [(weights.flatten(1), 1), (-_TWO23_BITS * weights.sum(-1), 4)]
+    parts.append((_group_words(bits, before, tokens).flatten(1), 2))
     whole = torch.cat([_padded(x, shape.padded // each) for x, each in parts], -1) & 0xFFFFFFFF
     return KernelTables(limbs, torch.cat(numbers, -1), whole.to(torch.uint32).view(torch.int32))
 
 
-def decode_tables(shape: TransformPlane, coder: PlaneCoder, before: torch.Tensor) -> KernelTables:
+def decode_tables(shape: TransformPlane, coder: PlaneCoder, before: torch.Tensor, tokens: int) -> KernelTables:
     """Return the tables for decoding. Arguments as in `encode_tables`.
 
     matrix: `inverse`. numbers: means, then units, of lower and upper elements of words, of one half and then the other.
-    whole: first bytes of groups, bits of their first four components; of the first four components of all groups
-    the factors that move codes to the top of a word, and 32 less their bits; the same of the last four.
+    whole: words of groups; of the first four components of each group a word of bytes by which codes are moved to the
+    top of a word, and one of 32 less their bits; the same of the last four.
     """
     rows, columns = (torch.from_numpy(product_columns(n, GROUP)) for n in (shape.padded, shape.half))
     inverse = _padded(_padded_halves(coder.inverse.half(), shape, 2).mT, shape.padded).mT[:, rows]
     matrix = inverse.reshape(*inverse.shape[:2], 2, shape.half)[..., columns]
     numbers = [_in_words(_padded_halves(x, shape, 2)) for x in (coder.mean, coder.back)]
-    groups = _Groups.of(coder.bits, before)
-    quads = groups.bits.reshape(*groups.bits.shape[:2], 2, 4)
-    factors = torch.where(quads > 0, 1 << (32 - quads.cumsum(-1)), 0)
-    shifts = torch.where(quads > 0, 32 - quads, 0)
-    of_groups = [_padded(x, shape.padded // GROUP) for x in (groups.starts, quads[:, :, 0].sum(-1))]
-    of_quads = [_padded(x[:, :, n].flatten(1), shape.padded // 2) for n in range(2) for x in (factors, shifts)]
-    whole = torch.cat([*of_groups, *of_quads], -1).to(torch.uint32).view(torch.int32)
+    quads = coder.bits.reshape(len(coder.bits), -1, 2, 4)
+    of_quads = torch.stack([(32 - quads.cumsum(-1)) & 31, 32 - quads], -2)
+    words = torch.cat(
+        [_group_words(coder.bits, before, tokens), (of_quads << (8 * torch.arange(4))).sum(-1).flatten(2)], -1
+    )
+    whole = _padded(words.flatten(1), shape.padded).to(torch.uint32).view(torch.int32)
     return KernelTables(matrix, torch.cat(numbers, -1), whole)
 
 
@@ -89,26 +87,22 @@ def kernel_levels(coder: PlaneCoder) -> torch.Tensor:
 
 
 def kernel_angles(shape: TransformPlane, frequencies: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """(layers, positions, 2, 2, words) fp32: cosines, then sines, of lower and of upper elements of words. frequencies:
-    (layers, pairs)."""
+    """(layers, positions / 2, 2, 2, words / 16, 2, 16) fp32: of two positions the cosines, then sines, of lower and of
+    upper elements of words. frequencies: (layers, pairs)."""
     found = torch.stack([torch.stack(angles(each, positions), 1) for each in frequencies])
-    found = _padded(found, shape.half)
-    return found.view(*found.shape[:-1], -1, 2).mT
+    found = _padded(found, shape.half).view(len(frequencies), len(positions) // 2, 2, 2, -1, 16, 2)
+    return found.permute(0, 1, 3, 6, 4, 2, 5)
 
 
-class _Groups(NamedTuple):
-    """Groups of 8 components, whose codes are whole bytes together. bits: of components, (cells, groups, 8). starts,
-    n_bytes: first bytes in a row, and numbers of bytes, (cells, groups)."""
-
-    bits: torch.Tensor
-    starts: torch.Tensor
-    n_bytes: torch.Tensor
-
-    @classmethod
-    def of(cls, bits: torch.Tensor, before: torch.Tensor) -> _Groups:
-        groups = bits.view(len(bits), -1, GROUP)
-        n_bytes = groups.sum(-1) // 8
-        return cls(groups, n_bytes.cumsum(-1) - n_bytes + before, n_bytes)
+def _group_words(bits: torch.Tensor, before: torch.Tensor, tokens: int) -> torch.Tensor:
+    """(cells, groups, 4): the bytes of a token's number plus 16 times the bits of the first four components, and the
+    places among a layer's codes where the first four bytes of the chunk's tokens begin, the two or further four bytes
+    behind, and the last byte. Arguments as in `encode_tables`; bits: (cells, 1, size)."""
+    groups = bits.view(len(bits), -1, GROUP)
+    n_bytes = groups.sum(-1) // 8
+    starts = n_bytes.cumsum(-1) - n_bytes + before
+    firsts = starts, starts + 4 * (n_bytes >= 4), starts + (n_bytes & 6)
+    return torch.stack([n_bytes + 16 * groups[..., :4].sum(-1), *(first * tokens for first in firsts)], -1)
 
 
 def _in_words(x: torch.Tensor) -> torch.Tensor:
