@@ -1,6 +1,6 @@
 """Time of the lookup of a 100,000-token prompt when all of it is stored.
 
-    python -m benchmarks.lookup [--folder FOLDER] [--others N]
+    python -m benchmarks.lookup [--folder FOLDER]
 
 391 chunks of 256 tokens, all hits, in an embedded index that also holds 100,000 other chunks (records of a rank with
 8 heads). The token ids arrive as a list of ints, as engines have them. Parts: ids to bytes, hashing, index, total.
@@ -30,6 +30,7 @@ from kvtier.index.lmdb.index import LmdbIndex
 
 CHUNK_TOKENS = 256
 N_CHUNKS = 391
+N_OTHERS = 100_000  # other chunks in the index
 VOCABULARY = 128_256
 RUNS = 200
 SEED = 7
@@ -93,11 +94,10 @@ def table_rows(parts: dict[str, dict[str, float]]) -> report.Table:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lookup", description=__doc__.splitlines()[0])
     parser.add_argument("--folder", help="folder of the index (default: the temporary folder)")
-    parser.add_argument("--others", type=int, default=100_000, help="other chunks in the index")
     options = parser.parse_args()
     rng = random.Random(SEED)
     tokens = [rng.randrange(VOCABULARY) for _ in range(N_CHUNKS * CHUNK_TOKENS)]
-    keys = [rng.randbytes(16) for _ in range(options.others)] + chunk_keys(NAMESPACE, tokens, CHUNK_TOKENS, {})
+    keys = [rng.randbytes(16) for _ in range(N_OTHERS)] + chunk_keys(NAMESPACE, tokens, CHUNK_TOKENS, {})
     rng.shuffle(keys)
     with tempfile.TemporaryDirectory(prefix="kvtier-lookup-", dir=options.folder) as folder:
         index = LmdbIndex(f"{folder}/index")

@@ -14,7 +14,6 @@ A control is a preset without one thing that it does: "tc4 CONTROL" or "k4v4 CON
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import random
 import tempfile
@@ -104,10 +103,10 @@ def uniform(x: Tensor, dim: int, bits: int = 4) -> Tensor:
 class Model:
     """A causal language model of transformers, in float32."""
 
-    def __init__(self, folder: Path, cache: Path | None, device: str = "cpu") -> None:
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache  # take seconds
 
-        self.folder, self._cache_folder, self._make_cache, self.device = folder, cache, DynamicCache, device
+        self.folder, self._make_cache, self.device = folder, DynamicCache, device
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
         self._needs_bos = str(self._model.config.model_type).startswith("gemma")
@@ -123,23 +122,15 @@ class Model:
         return [self.tokenizer.bos_token_id, *found] if is_start and self._needs_bos else found
 
     def prefill(self, rows: Sequence[Sequence[int]]) -> PrefixKV:
-        """Compute the KV of prefixes, or take it from the cache folder."""
+        """Compute the KV of prefixes."""
         found = [self._prefill(row) for row in rows]
-        return PrefixKV(*(torch.stack(plane, 1).to(self.device) for plane in zip(*found, strict=True)))
+        return PrefixKV(*(torch.stack(plane, 1) for plane in zip(*found, strict=True)))
 
     def _prefill(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
         """K and V, (layers, heads, tokens, size) each."""
-        key = hashlib.blake2b(json.dumps([self.folder.name, *ids]).encode(), digest_size=12).hexdigest()
-        path = self._cache_folder / f"{key}.pt" if self._cache_folder else None
-        if path and path.exists():
-            k, v = torch.load(path, mmap=True)
-            return k, v
         cache = self._make_cache()
         self._model(self.tensor([ids]), past_key_values=cache, logits_to_keep=1)
-        k, v = torch.cat([x.keys for x in cache.layers]), torch.cat([x.values for x in cache.layers])
-        if path:
-            torch.save((k.cpu(), v.cpu()), path)
-        return k, v
+        return torch.cat([x.keys for x in cache.layers]), torch.cat([x.values for x in cache.layers])
 
     def tensor(self, ids: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(ids, device=self.device)
@@ -450,15 +441,12 @@ def main() -> None:
     parser.add_argument("--controls", action="store_true", help="measure all controls after the presets")
     parser.add_argument("--text", type=Path, help="file of rows: those of this machine are written if there is none")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--cache", type=Path, help="folder that keeps the KV of prefixes for the next run")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    if options.cache:
-        options.cache.mkdir(parents=True, exist_ok=True)
-    model = Model(options.model, options.cache, options.device)
+    model = Model(options.model, options.device)
     amount = Amount(options.rows, options.recall, options.greedy, options.calibration)
     presets = (*options.presets.split(","), *(ALL_CONTROLS if options.controls else ()))
     found = measure(model, presets, amount, options.text)

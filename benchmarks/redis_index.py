@@ -27,14 +27,13 @@ from typing import Any
 import redis
 
 from benchmarks import report
-from benchmarks.lookup import N_CHUNKS, SET_SLOTS, fill, records_of
+from benchmarks.lookup import N_CHUNKS, N_OTHERS, SET_SLOTS, fill, records_of
 from benchmarks.processes import redis_server
 from kvtier.config.index import IndexSettings
 from kvtier.index.base import SetInfo
 from kvtier.index.redis.index import RedisIndex
 from kvtier.index.redis.keys import TAGS, Keys
 
-N_OTHERS = 100_000
 RUNS = 300
 PROCESSES, BATCH = 4, 16
 FEW_SLOTS = 32  # chunks of a small segment set: a chunk's memory includes its share of its set

@@ -19,6 +19,6 @@ def test_losses_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PREFIX_TOKENS", 256)
         monkeypatch.setattr(module, "TEXT_TOKENS", 64)
     with torch.no_grad():
-        found = measure(Model(Path(str(FOLDER)), None), ("int8", "tc4"), Amount(1, 0, 0, 1))["presets"]
+        found = measure(Model(Path(str(FOLDER))), ("int8", "tc4"), Amount(1, 0, 0, 1))["presets"]
     losses = [found[preset]["kl_mean"]["value"] for preset in ("int8", "tc4")]
     assert losses[0] < 2e-4 and losses[1] < 5e-3, losses
