@@ -234,8 +234,7 @@ def main() -> int:
     for folder in options.dir:
         kind = file_system_of(folder).kind
         depth, sizes = MEMORY_DEPTH if kind == "tmpfs" else DEPTH, sizes_for(kind == "tmpfs")
-        ring_of_kvtier = Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes)
-        with tempfile.TemporaryDirectory(dir=folder) as work, ring_of_kvtier as ring:
+        with tempfile.TemporaryDirectory(dir=folder) as work, sizes.ring() as ring:
             for mib in RECORD_MIB:
                 n_records = max(depth, (options.bytes // (mib << 20)) // depth * depth)
                 setup = FioSetup(f"{folder} ({kind})", Path(work), (mib << 20) // HEADS, n_records, depth)

@@ -90,10 +90,7 @@ def measure(
     if records < 1:
         raise OSError(errno.ENOSPC, f"{folder}: no room for {FREE_SHARE * RECORD_BYTES} bytes")
     found: dict[str, list[float]] = {name: [] for name in STEPS}
-    with (
-        scratch_file(folder, direct) as fd,
-        Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes) as ring,
-    ):
+    with scratch_file(folder, direct) as fd, sizes.ring() as ring:
         trial = Trial(fd, records, sizes, flushes)
         steps: tuple[Callable[[], float], ...] = (
             lambda: trial.plain(os.pwritev),

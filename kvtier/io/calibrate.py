@@ -59,10 +59,9 @@ def calibrate(ask: Ask, makers: Makers | None = None, clock: Callable[[], float]
     """Measure the mount and choose an engine. Never raises: after a fault the default choice is returned."""
     started_s = clock()
     if makers is None:
-        sizes = sizes_for(ask.in_memory)
         makers = Makers(
             lambda choice: open_engine(choice, ask.target, ask.direct, ask.in_memory),
-            lambda: Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes),
+            sizes_for(ask.in_memory).ring,
         )
     run = _Run(ask, makers, clock)
     try:

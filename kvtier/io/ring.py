@@ -319,6 +319,9 @@ class RingSizes(NamedTuple):
     piece_bytes: int
     write_piece_bytes: int
 
+    def ring(self) -> Ring:
+        return Ring(self.threads, self.piece_bytes, write_piece_bytes=self.write_piece_bytes)
+
 
 def sizes_for(in_memory: bool, threads: int | None = None, piece_bytes: int | None = None) -> RingSizes:
     """Return the default sizes for a file system in memory or on devices, with the given ones in their place."""

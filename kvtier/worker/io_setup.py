@@ -11,7 +11,7 @@ from kvtier.format.geometry import Geometry, RankShare
 from kvtier.io.calibrate import calibrate
 from kvtier.io.calibration import Ask, Calibration, cache_share, calibrated, default_choice, engines_for
 from kvtier.io.engines import EngineChoice, Engines, Target, open_engine
-from kvtier.io.ring import Ring, RingSizes, sizes_for
+from kvtier.io.ring import Ring, sizes_for
 from kvtier.scheduler.load_threshold import LoadCost
 from kvtier.storage.filesystem import IN_MEMORY, file_system_of
 from kvtier.storage.root import Root
@@ -28,7 +28,7 @@ _abandoned: list[ChunkArena] = []
 def open_io(
     settings: Settings, root: Root, direct: bool, arena: ChunkArena, device: torch.device, ranks: int = 1
 ) -> tuple[Engines, Calibration | None]:
-    """Measures the mount (with a GPU, unless the settings say otherwise) and starts the engine. Return it, and the
+    """Measure the mount (with a GPU, unless the settings say otherwise) and start the engine. Return it, and the
     calibration by which it was chosen. ranks: of this machine, which read at once. Raises ConfigError."""
     in_memory = file_system_of(root.folder).kind in IN_MEMORY
     if not arena.is_device:
@@ -40,7 +40,7 @@ def open_io(
             sizes.write_piece_bytes >> 10,
             sizes.piece_bytes >> 10,
         )
-        ring = _ring(sizes)
+        ring = sizes.ring()
         return Engines(ring, ring), None
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     if torch.cuda.is_available():
@@ -94,12 +94,7 @@ def _open(settings: Settings, choice: EngineChoice, ask: Ask) -> Engines:
         raise ConfigError("io.engine", settings.io.engine, str(fault)) from fault
     if isinstance(reader, Ring):
         return Engines(reader, reader)
-    return Engines(reader, _ring(sizes_for(ask.in_memory)))
-
-
-def _ring(sizes: RingSizes) -> Ring:
-    """Between files and host memory."""
-    return Ring(sizes.threads, sizes.piece_bytes, write_piece_bytes=sizes.write_piece_bytes)
+    return Engines(reader, sizes_for(ask.in_memory).ring())
 
 
 def load_cost(measured: Calibration | None, codec: Codec, geometry: Geometry, share: RankShare) -> LoadCost | None:

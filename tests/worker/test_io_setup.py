@@ -75,7 +75,7 @@ def test_pages_that_were_written_are_read_once_on_a_file_system_in_memory_only(
     monkeypatch.setattr(
         io_setup, "file_system_of", lambda path: FileSystem("tmpfs" if in_memory else "ext4", False, "/")
     )
-    monkeypatch.setattr(io_setup, "Ring", ring)
+    monkeypatch.setattr("kvtier.io.ring.Ring", ring)
     arena: Any = SimpleNamespace(is_device=False)
     own = settings(tmp_path)
     io_setup.open_io(own, root, True, arena, torch.device("cpu"))[0].close()
