@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvtier.runtime.threads import Jobs
+from kvtier.runtime.threads import ThreadJobs
 
 # Answers for all keys at once, as a job that may wait. It must not raise: a lookup that fails is a miss.
 Exists = Callable[[Sequence[bytes]], list[bool]]
@@ -30,7 +30,7 @@ class StepLookups:
     """Key lookups by step. Called from the scheduler's thread only."""
 
     def __init__(
-        self, exists: Exists, jobs: Jobs, timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self, exists: Exists, jobs: ThreadJobs, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Take the lookup function. timeout_s: a key without an answer by then is a miss (I10)."""
         self._exists = exists

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvtier.errors import IndexUnavailable
 from kvtier.index.base import Index
-from kvtier.runtime.threads import Jobs
+from kvtier.runtime.threads import ThreadJobs
 
 WAIT_S = 0.002  # seconds; a step of an engine takes ten times as long, a lookup over a network a fraction of it
 WAIT_SHARE = 0.02  # share of the scheduler's time that its waits may take
@@ -73,7 +73,7 @@ class _Lookup:
 class InBackground(Lookups):
     """Lookups on the threads of `jobs`. `resolve` is called from one thread, and waits WAIT_S at most."""
 
-    def __init__(self, index: Index, jobs: Jobs, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, index: Index, jobs: ThreadJobs, clock: Clock = time.perf_counter) -> None:
         super().__init__(index, clock)
         self._jobs = jobs
         self._lookups: OrderedDict[tuple[str, bytes, bytes], _Lookup] = OrderedDict()

@@ -11,33 +11,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 Job = Callable[[], None]
 T = TypeVar("T")
 
 EXTRA_THREADS_MAX = 16  # threads of one queue beside its own, while jobs hang in the kernel
-
-
-class Jobs(Protocol):
-    threads: int  # jobs that run at a time
-    is_closed: bool
-
-    def submit(self, job: Job) -> bool:
-        """Queue a job. Return False when the queue is full or closed."""
-
-    def pending(self) -> int:
-        """Return the number of jobs queued or running."""
-
-    def widen(self, stuck_s: float) -> None:
-        """Add a thread for each job that has run for `stuck_s` and may hang in the kernel, up to EXTRA_THREADS_MAX, so
-        that other jobs run beside it."""
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until no job is pending. Return False when `timeout_s` passed first (I10)."""
-
-    def close(self) -> None:
-        """Accept no further jobs and drop the queued ones. Running ones end by themselves."""
 
 
 class ThreadJobs:
@@ -55,6 +34,7 @@ class ThreadJobs:
             self._start_thread()
 
     def submit(self, job: Job) -> bool:
+        """Queue a job. Return False when the queue is full or closed."""
         with self._changed:
             if self.is_closed or len(self._queue) >= self._queued_max:
                 return False
@@ -63,10 +43,13 @@ class ThreadJobs:
             return True
 
     def pending(self) -> int:
+        """Return the number of jobs queued or running."""
         with self._changed:
             return len(self._queue) + len(self._running)
 
     def widen(self, stuck_s: float) -> None:
+        """Add a thread for each job that has run for `stuck_s` and may hang in the kernel, up to EXTRA_THREADS_MAX, so
+        that other jobs run beside it."""
         began_before_s = time.monotonic() - stuck_s
         with self._changed:
             n_stuck = sum(map(began_before_s.__gt__, self._running.values()))
@@ -79,6 +62,7 @@ class ThreadJobs:
             self._start_thread()
 
     def drain(self, timeout_s: float) -> bool:
+        """Wait until no job is pending. Return False when `timeout_s` passed first (I10)."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while self._queue or self._running:
@@ -87,6 +71,7 @@ class ThreadJobs:
             return True
 
     def close(self) -> None:
+        """Accept no further jobs and drop the queued ones. Running ones end by themselves."""
         with self._changed:
             self.is_closed = True
             self._queue.clear()

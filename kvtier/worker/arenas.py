@@ -22,7 +22,7 @@ from kvtier.io.ring import AlignedBuffer
 from kvtier.kernels import host as host_kernels
 from kvtier.kernels.paged import SlabRun
 from kvtier.runtime.memory_limits import arena_refused, beyond_available, check_host_arena, memory_here
-from kvtier.runtime.threads import Jobs, ThreadJobs
+from kvtier.runtime.threads import ThreadJobs
 from kvtier.runtime.units import exact
 from kvtier.worker.context import ChunkArena
 from kvtier.worker.cuda_events import CudaOrder, HostOrder, Order
@@ -119,7 +119,7 @@ class Pinner:
     the time at most.
     """
 
-    def __init__(self, arena: ChunkArena, ordinal: int, jobs: Jobs) -> None:
+    def __init__(self, arena: ChunkArena, ordinal: int, jobs: ThreadJobs) -> None:
         self._arena = arena
         self._ordinal = ordinal
         self._jobs = jobs

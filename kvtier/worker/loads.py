@@ -23,7 +23,7 @@ from kvtier.plan import LoadChunk, LoadDone, LoadPlan
 from kvtier.runtime import metrics as names
 from kvtier.runtime import switch_interval
 from kvtier.runtime.repeated_log import RepeatedLog, cause_of
-from kvtier.runtime.threads import Jobs
+from kvtier.runtime.threads import ThreadJobs
 from kvtier.worker.context import WorkerContext
 from kvtier.worker.cuda_events import Mark
 from kvtier.worker.loading import ChunkLoader, Fetch, Load, Part, State
@@ -57,7 +57,7 @@ class Loader:
         pool: runs tasks that may wait for storage or the index.
     """
 
-    def __init__(self, worker: WorkerContext, admit: Admissions, loop: TransferLoop, pool: Jobs) -> None:
+    def __init__(self, worker: WorkerContext, admit: Admissions, loop: TransferLoop, pool: ThreadJobs) -> None:
         self.work: list[Load] = []  # in the order in which they are served
         self.marks: list[tuple[Mark, Then, Any]] = []
         self.due_s = math.inf

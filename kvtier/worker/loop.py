@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvtier.errors import KVTierError, TierUnavailable
 from kvtier.io.base import Reads
-from kvtier.runtime.threads import Jobs
+from kvtier.runtime.threads import ThreadJobs
 from kvtier.worker.context import WorkerContext
 from kvtier.worker.cuda_events import Mark
 from kvtier.worker.record_reader import FetchFailed
@@ -77,11 +77,11 @@ class TransferLoop:
         jobs: run the loop, on one thread.
     """
 
-    def __init__(self, worker: WorkerContext, jobs: Jobs) -> None:
+    def __init__(self, worker: WorkerContext, jobs: ThreadJobs) -> None:
         self.parts: list[LoopPart] = []
         self._worker = worker
         self._jobs = jobs
-        self._pools: list[Jobs] = []
+        self._pools: list[ThreadJobs] = []
         self._pause_s = PAUSE_MIN_S
         # All threads use these, under the lock:
         self.changed = threading.Condition()
@@ -89,7 +89,7 @@ class TransferLoop:
         self._is_running = False
         self._posted: deque[tuple[Then, Any]] = deque()
 
-    def pool(self, jobs: Jobs) -> TaskPool:
+    def pool(self, jobs: ThreadJobs) -> TaskPool:
         """Return a pool of threads whose results come back to the loop."""
         self._pools.append(jobs)
         return TaskPool(self, jobs)
@@ -225,7 +225,7 @@ class TransferLoop:
 class TaskPool:
     """Threads for tasks that may wait for storage or index."""
 
-    def __init__(self, loop: TransferLoop, jobs: Jobs) -> None:
+    def __init__(self, loop: TransferLoop, jobs: ThreadJobs) -> None:
         self._loop = loop
         self._jobs = jobs
 

@@ -34,7 +34,7 @@ from kvtier.kernels.paged import Move, Patch, SlabRun
 from kvtier.plan import SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.runtime import metrics as names
 from kvtier.runtime.repeated_log import RepeatedLog
-from kvtier.runtime.threads import Jobs
+from kvtier.runtime.threads import ThreadJobs
 from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import Mark
 from kvtier.worker.loop import Then, TransferLoop, Turn
@@ -92,7 +92,7 @@ class Saver:
     due_s = math.inf  # saves have no timed work here
 
     def __init__(
-        self, worker: WorkerContext, loop: TransferLoop, pool: Jobs, bounds: SaveBounds, admit: Admissions
+        self, worker: WorkerContext, loop: TransferLoop, pool: ThreadJobs, bounds: SaveBounds, admit: Admissions
     ) -> None:
         share = worker.share
         self.work: deque[Staged] = deque()  # to be copied down

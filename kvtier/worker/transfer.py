@@ -14,7 +14,7 @@ from kvtier.codecs.base import slab_bytes
 from kvtier.maintenance.record_check import RECHECK_INTERVAL_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
 from kvtier.runtime.metrics import Metrics
-from kvtier.runtime.threads import Job, Jobs, Ticker, run_within
+from kvtier.runtime.threads import Job, ThreadJobs, Ticker, run_within
 from kvtier.scheduler.engine_report import ArenaFill, RankFigures
 from kvtier.scheduler.load_threshold import LoadCost
 from kvtier.worker.arenas import Pinner
@@ -42,10 +42,10 @@ class TransferJobs(NamedTuple):
     """Threads of a worker. loop: one, of all loads and saves; load, save: of their work that waits for storage or the
     index; tidy: one, of `Transfer.tidy` and of closing unused segments, which may wait for storage too."""
 
-    loop: Jobs
-    load: Jobs
-    save: Jobs
-    tidy: Jobs
+    loop: ThreadJobs
+    load: ThreadJobs
+    save: ThreadJobs
+    tidy: ThreadJobs
 
 
 class Transfer:
