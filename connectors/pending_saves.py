@@ -104,7 +104,9 @@ class PendingSaves:
         before = self._plan_ended(rewritten, window)
         if window is not None and before is not None:
             window = max(0, window - len(before.chunks))
-        return before, self._plan_advanced(window)
+        after = self._plan_advanced(window)
+        self._pacing.planned(chunk.key for plan in (before, after) if plan is not None for chunk in plan.chunks)
+        return before, after
 
     def saved(self, done: Sequence[SaveDone]) -> None:
         """Take the workers' answers."""
@@ -114,6 +116,8 @@ class PendingSaves:
             left = self._store.saved(done)
         slots_lost = {lost.key for lost in left if not lost.is_blank}
         for answer in done:
+            if self._store.is_stored(answer.key) or not self._store.is_known(answer.key):
+                self._pacing.answered(answer.key)
             if self._store.is_stored(answer.key):
                 self.late.stored(answer.key)
                 self._pacing.stored()

@@ -1,5 +1,7 @@
 """SavePacing: limit of the chunks that a step plans to save, after workers refused some of an earlier step. Pure."""
 
+from collections.abc import Iterable
+
 WINDOW_MIN = 8  # chunks of the first step after a refusal
 WINDOW_MAX = 1024  # chunks; a window beyond is none
 PAUSE_MAX = 31  # steps; longest pause in planning after a slot was lost
@@ -13,13 +15,16 @@ class SavePacing:
 
     If one rank refuses a chunk that another takes, the other writes it into a new slot with each attempt. So no chunk
     is planned for a pause after such a refusal: 1 step, then 3, 7 and so on up to PAUSE_MAX, or up to PAUSE_STORING_MAX
-    while chunks are stored. Once steps without a refusal have opened the window, pauses begin with 1 step again.
+    while chunks are stored. After a pause, steps plan no chunk while others are unanswered: an engine that plans steps
+    ahead would plan hundreds before it has the refusals. Once steps without a refusal have opened the window, pauses
+    begin with 1 step again.
     """
 
     def __init__(self) -> None:
         self._window: int | None = None
         self._was_refused = False
-        self._pause = self._pause_left = 0  # steps
+        self._pause = self._pause_left = self._waited = 0  # steps
+        self._unanswered: set[bytes] = set()  # chunks that were planned since a pause
 
     def refused(self) -> None:
         """Note that a chunk could not be taken."""
@@ -35,11 +40,25 @@ class SavePacing:
         """Note that all ranks have stored a chunk."""
         self._pause = min(self._pause, PAUSE_STORING_MAX // 2)  # the next pause is twice this and 1
 
+    def planned(self, keys: Iterable[bytes]) -> None:
+        """Note the chunks that a step plans."""
+        if self._pause:
+            self._unanswered.update(keys)
+
+    def answered(self, key: bytes) -> None:
+        """Note that all ranks have answered for a chunk."""
+        self._unanswered.discard(key)
+
     def next_window(self) -> int | None:
-        """Return how many chunks this step may plan: 0 during a pause; None: any number. Call once a step."""
+        """Return how many chunks this step may plan: 0 during a pause or a wait; None: any number. Call once a step."""
         if self._pause_left:
             self._pause_left -= 1
             return 0
+        if self._unanswered and self._waited < PAUSE_MAX:
+            self._waited += 1
+            return 0
+        self._unanswered.clear()
+        self._waited = 0
         if self._was_refused:
             self._was_refused, self._window = False, WINDOW_MIN
         elif self._window is not None and self._window < WINDOW_MAX:

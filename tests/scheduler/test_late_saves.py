@@ -366,6 +366,27 @@ def test_a_rank_that_takes_no_chunk_does_not_make_the_other_write_it_a_hundred_t
     scene.engine.close()
 
 
+@pytest.mark.parametrize("late_steps", [0, 1, 3])
+def test_a_rank_that_takes_no_chunk_costs_no_more_slots_if_its_refusals_come_late(
+    tmp_path: Path, late_steps: int
+) -> None:
+    """Engines plan some steps before they have the answers to the first."""
+    scene = Scene(tmp_path, engine=Engine(tmp_path, tensor_size=2))
+    scene.request("r", 256)
+    n_planned, on_their_way = 0, list[list[SaveDone]]()
+    for _ in range(200):
+        scene.engine.wait_for_set()
+        scene.bridge.advance("r", 256 * scene.size, scene.blocks("r"))
+        plan = scene.bridge.take_step().after
+        n_chunks = len(plan.chunks) if plan else 0
+        n_planned += n_chunks
+        on_their_way.append(sum((answers(plan, *n_chunks * [each]) for each in (SAVED, QUEUE_FULL) if plan), []))
+        if len(on_their_way) > late_steps:
+            scene.bridge.saved(on_their_way.pop(0))
+    assert WINDOW_MIN * 8 < n_planned < 200
+    scene.engine.close()
+
+
 def test_a_rank_that_takes_one_chunk_of_each_attempt_is_offered_the_next_soon(tmp_path: Path) -> None:
     """One rank is slower than the other, but not stuck."""
     scene = Scene(tmp_path, engine=Engine(tmp_path, tensor_size=2))

@@ -270,6 +270,20 @@ def test_after_a_slot_was_lost_steps_pause_ever_longer() -> None:
     assert [pacing.next_window() for _ in range(2)] == [0, WINDOW_MIN]
 
 
+def test_after_a_pause_a_step_waits_for_the_answers_to_the_last_one() -> None:
+    pacing = SavePacing()
+    pacing.planned([b"before a slot was lost"])
+    pacing.slot_lost()
+    assert [pacing.next_window() for _ in range(2)] == [0, WINDOW_MIN]
+    pacing.planned([b"1", b"2"])
+    pacing.answered(b"1")
+    assert [pacing.next_window() for _ in range(3)] == [0, 0, 0]
+    pacing.answered(b"2")
+    assert pacing.next_window() == 2 * WINDOW_MIN
+    pacing.planned([b"whose answer never comes"])
+    assert [pacing.next_window() for _ in range(PAUSE_MAX + 1)] == PAUSE_MAX * [0] + [4 * WINDOW_MIN]
+
+
 def test_while_chunks_are_stored_pauses_stay_short() -> None:
     pacing = SavePacing()
     for pause in (1, 3, PAUSE_STORING_MAX, PAUSE_STORING_MAX):
