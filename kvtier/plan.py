@@ -65,15 +65,15 @@ class LoadDone:
 
 
 class SaveOutcome(Enum):
-    """Outcome of saving one chunk on one rank."""
+    """Outcome of saving one chunk on one rank, the worst last."""
 
     SAVED = "saved"
     PRESENT = "present"  # another writer had stored it already
     QUEUE_FULL = "queue_full"  # skipped: a forward never waits for storage
     RESTING = "resting"  # skipped: the storage refused lately
     NO_SPACE = "no_space"  # the disk is full
-    REFUSED = "refused"  # skipped: the codec cannot keep what it holds
     FAILED = "failed"
+    REFUSED = "refused"  # skipped: the codec cannot keep what it holds
 
     @property
     def wrote_nothing(self) -> bool:

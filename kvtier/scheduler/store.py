@@ -28,6 +28,8 @@ REFUSED_S = 600.0  # time until a refused chunk is tried again, seconds: the cau
 # Outcomes that workers do not count, because most of these chunks are planned again.
 _BUSY = {SaveOutcome.QUEUE_FULL: names.SKIPPED_QUEUE_FULL, SaveOutcome.RESTING: names.SKIPPED_RESTING}
 
+_LOSSES = tuple(SaveOutcome)  # of several ranks' outcomes the last one in this order counts
+
 Clock = Callable[[], float]
 
 
@@ -68,7 +70,7 @@ class _Known:
     """A chunk that is stored or being saved.
 
     missing: ranks that have not answered yet. is_blank: no rank wrote anything so far. took_s: time of the slowest
-    rank. wanted: the chunk, until it is stored. loss: why a rank did not save it.
+    rank. wanted: the chunk, until it is stored. loss: the worst outcome so far.
     """
 
     set_id: int
@@ -78,7 +80,7 @@ class _Known:
     is_blank: bool = True
     took_s: float = 0.0
     wanted: WantedChunk | None = None
-    loss: SaveOutcome | None = None
+    loss: SaveOutcome = SaveOutcome.SAVED
 
     @property
     def is_stored(self) -> bool:
@@ -264,8 +266,7 @@ class Store:
             known.missing -= 1
             known.took_s = max(known.took_s, answer.took_s)
             known.is_blank &= answer.outcome.wrote_nothing
-            if answer.outcome not in (SaveOutcome.SAVED, SaveOutcome.PRESENT, known.loss):
-                known.loss = SaveOutcome.REFUSED if known.loss is SaveOutcome.REFUSED else answer.outcome
+            known.loss = max(known.loss, answer.outcome, key=_LOSSES.index)
             if known.missing == 0:
                 lost += self._settle(answer.key, known)
         return lost
@@ -275,7 +276,7 @@ class Store:
         wanted, known.wanted = known.wanted, None
         assert wanted is not None, "only a chunk that is being saved has answers missing"
         self._keeper.supplies.answered(wanted.tenant, known.set_id, known.slot, known.is_blank)
-        if known.loss is not None:
+        if known.loss not in (SaveOutcome.SAVED, SaveOutcome.PRESENT):
             del self._known[key]
             return [LostSave(wanted.owner, wanted.number, key, known.loss, known.is_blank)]
         if wanted.is_late:

@@ -404,6 +404,17 @@ def test_a_rank_that_takes_one_chunk_of_each_attempt_is_offered_the_next_soon(tm
     scene.engine.close()
 
 
+@pytest.mark.parametrize("outcomes", [(SaveOutcome.FAILED, QUEUE_FULL), (QUEUE_FULL, SaveOutcome.FAILED)])
+def test_what_one_rank_refused_and_another_failed_to_save_has_failed(
+    tmp_path: Path, outcomes: tuple[SaveOutcome, SaveOutcome]
+) -> None:
+    scene = Scene(tmp_path, engine=Engine(tmp_path, tensor_size=2))
+    plan = planned_and_ended(scene, 1)
+    lost = scene.engine.store.saved([done for outcome in outcomes for done in answers(plan, outcome)])
+    assert [loss.outcome for loss in lost] == [SaveOutcome.FAILED]
+    scene.engine.close()
+
+
 def test_what_both_ranks_refused_is_planned_again_in_the_next_step(tmp_path: Path) -> None:
     """Both ranks refuse, so no slot is lost, however often they do."""
     scene = Scene(tmp_path, engine=Engine(tmp_path, tensor_size=2))
