@@ -335,7 +335,8 @@ def check_namespace(root: Root, own: Namespace, namespace_id: bytes) -> None:
 
 
 def _make_root(path: Path) -> None:
-    """Raises OSError; NotADirectoryError also when a file has the name."""
+    """Raises OSError; NotADirectoryError also when a file has the name. Raises ConfigError as `nearest`."""
+    nearest(path)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except FileExistsError:
@@ -399,8 +400,14 @@ def _try_to_write(folder: Path) -> None:
 
 
 def nearest(path: Path) -> Path:
-    """Return `path`, or the nearest existing folder above it."""
-    return next(folder for folder in (path, *path.parents) if folder.exists())
+    """Return `path`, or the nearest existing folder above it. Raises ConfigError for a link to nothing in between."""
+    for folder in (path, *path.parents):
+        if folder.exists():
+            break
+        if folder.is_symlink():
+            fix = f"{folder} is a link to {folder.readlink()}, which is not there; make that folder, or mount its disk"
+            raise ConfigError("root", str(path), fix)
+    return folder
 
 
 def segments_bytes(path: Path) -> int:

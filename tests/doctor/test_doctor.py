@@ -328,6 +328,9 @@ def test_a_root_that_is_to_be_made(host: Host, tmp_path: Path, monkeypatch: pyte
     (tmp_path / "file").touch()
     (verdict,) = examine_storage(machine, tmp_path / "file/kv", None)
     assert verdict.level == "bad" and "is a file, not a folder" in verdict.fix
+    (tmp_path / "link").symlink_to(root)
+    (verdict,) = examine_storage(machine, tmp_path / "link/kv", None)
+    assert verdict.level == "bad" and f"link is a link to {root}, which is not there" in verdict.fix
     monkeypatch.setattr(os, "access", lambda *_: False)
     (verdict,) = examine_storage(machine, root, None)
     assert verdict.level == "bad" and f"not writable: {tmp_path}" in verdict.fix

@@ -111,6 +111,14 @@ def test_a_root_that_is_a_link_is_the_operators_choice(tmp_path: Path) -> None:
     assert find_root(tmp_path / "kv").folder == tmp_path / "kv" / "v2"
 
 
+@pytest.mark.parametrize("root", ["kv", "kv/below"])
+def test_a_link_to_nothing_is_named(tmp_path: Path, root: str) -> None:
+    """As to a disk that is not mounted: it was called a file, or the folder above it was."""
+    (tmp_path / "kv").symlink_to(tmp_path / "disk")
+    with pytest.raises(ConfigError, match=f"{tmp_path}/kv is a link to {tmp_path}/disk, which is not there"):
+        open_root(settings(tmp_path / root))
+
+
 def test_the_folder_of_the_format_is_no_link(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "kv").mkdir()
