@@ -239,13 +239,19 @@ class SegmentFiles(OpenSegments):
 
     def unlink_set(self, set_id: int) -> int:
         """Remove the set's files; readers that have one open read on (I3). Return the bytes of those found."""
-        self.close_sets({set_id})  # also those whose files another process has removed
-        return sum(n_bytes for part, n_bytes in self.part_bytes(set_id).items() if self.unlink(set_id, part))
+        self._close_everywhere(set_id)  # also files that another process has removed
+        return sum(n_bytes for part, n_bytes in self.part_bytes(set_id).items() if self._unlink(set_id, part))
 
     def unlink(self, set_id: int, part: int) -> bool:
         """Remove a file. Return False if there is none. Raises TierUnavailable."""
+        self._close_everywhere(set_id)
+        return self._unlink(set_id, part)
+
+    def _close_everywhere(self, set_id: int) -> None:
         self.close_sets({set_id})
         close_in_process(self.folder, set_id)
+
+    def _unlink(self, set_id: int, part: int) -> bool:
         name = segment_name(set_id, part)
         with _unavailable(self.folder / name):
             try:

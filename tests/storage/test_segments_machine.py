@@ -6,12 +6,14 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from kvtier.format.geometry import PAGE_BYTES, Extent
 from kvtier.format.record import STRIPES_MAX, RecordHeader, SegmentHeader
+from kvtier.storage import segments
 from kvtier.storage.open_segments import OpenSegment
 from kvtier.storage.segments import SegmentFiles
 
@@ -166,4 +168,16 @@ def test_a_set_without_files_is_closed_too() -> None:
     machine.unlink((1, 0))
     machine.release(lease)
     machine.unlink_set(1)
+    machine.teardown()
+
+
+def test_open_segments_are_looked_through_once_for_all_files_of_a_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine has two thousand open."""
+    machine = SegmentsMachine()
+    for rank in range(3):
+        machine.create((1, rank * STRIPES_MAX))
+    closes: list[int] = []
+    monkeypatch.setattr(segments, "close_in_process", lambda folder, set_id: closes.append(set_id))
+    machine.unlink_set(1)
+    assert closes == [1]
     machine.teardown()
