@@ -23,6 +23,7 @@ from kvtier.scheduler.save_pacing import SavePacing
 from kvtier.scheduler.store import LostSave, SaveSelection, Store, WantedChunk
 
 FAILURES_MAX = 3  # failed saves of a chunk after which it is given up, with those behind it
+CUT_OFF_MAX = 4096  # limit of the requests that are remembered as counted (I4)
 
 _NOTHING = SaveSelection(None, [])
 
@@ -49,6 +50,7 @@ class PendingSaves:
         self._faults = faults
         self._pacing = SavePacing()
         self._advanced: dict[str, _Frontier] = {}
+        self._cut_off: dict[str, None] = {}  # requests that were counted
         self._ended: dict[int, list[WantedChunk]] = {}  # chunks by arrival of their request
 
     @property
@@ -110,7 +112,6 @@ class PendingSaves:
 
     def saved(self, done: Sequence[SaveDone]) -> None:
         """Take the workers' answers."""
-        tails = set()
         left: Sequence[LostSave] = ()
         with self._faults.contained("taking the answers to saves"):
             left = self._store.saved(done)
@@ -136,9 +137,7 @@ class PendingSaves:
             else:
                 self.late.forget(lost.key)
                 if self._store.count_dropped(lost):
-                    tails.add(lost.owner)
-        if tails:
-            self._store.metrics.add(names.DROPPED_TAILS, len(tails))
+                    self._count_tail(lost.owner)
         with self._faults.contained("announcing saved chunks"):
             self.watcher.saved(done)
 
@@ -167,12 +166,11 @@ class PendingSaves:
         A chunk that cannot be planned now is lost, unless a set is coming and the chunk's blocks are alive until then.
         """
         wanted: list[WantedChunk] = []
-        tails = set[str]()
         ended, self._ended = self._ended, {}
         for arrival, due in self.late.take(window).items():
             ended.setdefault(arrival, []).extend(due.chunks)
             if due.lost:
-                self._lose(due.lost, names.SKIPPED_QUEUE_FULL, tails)
+                self._lose(due.lost, names.SKIPPED_QUEUE_FULL)
         for arrival in sorted(ended):
             chunks = sorted(ended[arrival], key=attrgetter("number"))
             n_whole = 0
@@ -180,7 +178,7 @@ class PendingSaves:
                 overwritten = (i for i, chunk in enumerate(chunks) if not rewritten.isdisjoint(chunk.block_ids))
                 n_whole = next(overwritten, len(chunks))
             if n_whole < len(chunks):
-                self._lose(chunks[n_whole:], names.SKIPPED_OVERWRITTEN, tails)
+                self._lose(chunks[n_whole:], names.SKIPPED_OVERWRITTEN)
             wanted += chunks[:n_whole]
         plan, left = self._select(wanted)
         for chunk, cause in left:
@@ -188,17 +186,24 @@ class PendingSaves:
             if is_set_coming and self.late.plan_again(chunk.key):
                 self._pacing.refused()
             else:
-                self._lose([chunk], cause, tails)
-        if tails:
-            self._store.metrics.add(names.DROPPED_TAILS, len(tails))
+                self._lose([chunk], cause)
         return plan
 
-    def _lose(self, chunks: Sequence[WantedChunk], cause: str, tails: set[str]) -> None:
+    def _lose(self, chunks: Sequence[WantedChunk], cause: str) -> None:
         """Count chunks of an ended request that are not saved."""
         self._store.metrics.add(cause, len(chunks))
         for chunk in chunks:
             self.late.forget(chunk.key)
-            tails.add(chunk.owner)
+            self._count_tail(chunk.owner)
+
+    def _count_tail(self, owner: str) -> None:
+        """Count an ended request of which a chunk is not saved, at its first such chunk."""
+        if owner in self._cut_off:
+            return
+        self._store.metrics.add(names.DROPPED_TAILS)
+        self._cut_off[owner] = None
+        if len(self._cut_off) > CUT_OFF_MAX:
+            del self._cut_off[next(iter(self._cut_off))]
 
     def _plan_advanced(self, window: int | None) -> SavePlan | None:
         """Plan the next chunks of running requests, at most `window`, in the order in which the requests came."""

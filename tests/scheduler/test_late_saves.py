@@ -92,6 +92,18 @@ def test_a_tail_is_taken_bit_by_bit_while_its_blocks_hold_it(scene: Scene) -> No
     assert not late._kept and not late._due and not late._refused
 
 
+def test_a_tail_whose_chunks_are_lost_in_two_steps_is_counted_once(scene: Scene) -> None:
+    contents = Contents(scene)
+    scene.room = 2
+    scene.request("r", 8)
+    step(scene, "r", ends=["r"])
+    for first in (6, 2):
+        contents.give_away(scene.blocks("r")[first * scene.size // BLOCK_TOKENS])
+        step(scene)
+    assert not scene.bridge.has_pending_gathers()
+    assert scene.counted(names.SKIPPED_QUEUE_FULL) == 6 and scene.counted(names.DROPPED_TAILS) == 1
+
+
 @pytest.mark.parametrize("is_filled_again", [False, True])
 def test_blocks_that_were_given_away_are_not_gathered(scene: Scene, is_filled_again: bool) -> None:
     """Nor when they hold the same tokens again: in between they held others, and may not be filled yet."""
