@@ -45,7 +45,7 @@ def _text(path: Path) -> str:
         text = path.read_text(encoding="utf-8")
         json.loads(text)
     except (OSError, ValueError, RecursionError) as fault:
-        raise NoTokenizer(f"{path} cannot be read: {fault}") from None
+        raise NoTokenizer(f"{path} cannot be read: {fault}: send token ids") from None
     return text
 
 

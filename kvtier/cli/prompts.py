@@ -9,7 +9,7 @@ import typer
 
 from kvtier.admin.lookup import TOKENS_MAX, prefix_keys
 from kvtier.admin.opened import Opened
-from kvtier.admin.prompts import tokenize
+from kvtier.admin.prompts import NoTokenizer, tokenize
 from kvtier.cli.app import NotDone, refuse_together
 from kvtier.config.types import parse_bytes, parse_seconds
 
@@ -80,12 +80,15 @@ SaltOption = Annotated[
 
 
 def tokens_of(options: PromptOptions, opened: Opened, namespace: bytes | None) -> list[int]:
-    """Read the prompt. Raises NotDone, NoTokenizer."""
+    """Read the prompt. Raises NotDone."""
     if options.tokens is not None:
         tokens = _tokens(_read(options.tokens), options.tokens)
     else:
         text = options.prompt if options.prompt is not None else _read(options.prompt_file or STANDARD_INPUT)
-        tokens = tokenize(opened, text, namespace)
+        try:
+            tokens = tokenize(opened, text, namespace)
+        except NoTokenizer as fault:
+            raise NotDone(f"{fault} with --tokens") from None
     if len(tokens) > TOKENS_MAX:
         raise NotDone(f"a prompt of {len(tokens)} tokens: at most {TOKENS_MAX}")
     return tokens

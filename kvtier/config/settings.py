@@ -341,7 +341,7 @@ def _environment(settings_cls: type[Settings]) -> Mapping[str, Any]:
     """Return the values that KVTIER_* variables set. Raises ConfigError for a variable without a setting."""
     paths = list(_paths(settings_cls))
     leaves = [path for path in paths if not any(other[:-1] == path for other in paths)]
-    names = {_variable(path) for path in leaves} | {CONFIG_VARIABLE}
+    names = [*map(_variable, leaves), CONFIG_VARIABLE]
     removed = {_variable(path): fix for path, fix in REMOVED_KEYS.items()}
     for name, value in os.environ.items():
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in names and not _is_service_link(name, value):
@@ -384,8 +384,9 @@ def _paths(model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
             yield from ((name, *below) for below in _paths(field.annotation))
 
 
-def _near(name: str, names: set[str]) -> str:
-    below = sorted(other for other in names if other.startswith(name + "_"))
+def _near(name: str, names: Sequence[str]) -> str:
+    """Suggest a variable: of a group the first one, which says what kind it is."""
+    below = [other for other in names if other.startswith(name + "_")]
     found = below or difflib.get_close_matches(name, sorted(names), n=1)
     return f", or did you mean {found[0]!r}?" if found else ""
 

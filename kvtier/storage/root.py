@@ -172,6 +172,8 @@ def find_root(path: Path) -> Root:
             raise ConfigError("root", str(path), fix)
         check_versions(path)
         if not _is_folder(folder):
+            if os.path.lexists(folder):
+                raise _config_error(path, NotADirectoryError(errno.ENOTDIR, "not a folder", str(folder)), 0)
             raise ConfigError(
                 "root",
                 str(path),

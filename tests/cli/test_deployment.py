@@ -199,7 +199,8 @@ def test_lookup_that_cannot_be_done(config: Path, tmp_path: Path, cli: Cli) -> N
     for text in ("", "{}", '["a"]'):  # of an empty file it said that nothing is stored
         bad.write_text(text)
         assert f"{bad}: no token ids" in cli.refused("lookup", str(config), "--tokens", str(bad))
-    assert "no running engine reports a tokenizer: send" in cli.refused("lookup", str(config), "--prompt", "a text")
+    said = cli.refused("lookup", str(config), "--prompt", "a text")
+    assert "no running engine reports a tokenizer: send token ids with --tokens" in said
     for namespace in ("ffff", ""):
         text = cli.refused("lookup", str(config), "--tokens", str(bad), "--namespace", namespace)
         assert ("--namespace ffff: there is no such" if namespace else "--namespace is empty") in text

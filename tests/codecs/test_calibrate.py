@@ -110,8 +110,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     (tmp_path / "text").write_text("short")
     assert main([*command, str(tmp_path / "none")]) != 0
     assert "1,280 tokens" in capsys.readouterr().err
+    (bare := tmp_path / "bare").mkdir()
+    (bare / "config.json").write_text("{}")
     for wrong, said in (
         ([str(tmp_path), "--out", "x"], "model = .*no config.json"),
+        ([str(bare), "--out", "x"], "model = .*no weight files; name"),
         ([str(folder), "--out", str(tmp_path / "absent" / "x")], "--out = .*no folder"),  # after minutes of work
         ([str(folder), "--out", str(tmp_path / "x"), "--device", "cuda:99"], "--device = 'cuda:99'"),
         (
