@@ -46,7 +46,7 @@ def verify_weights(
 
     started_s = time.perf_counter()
     findings: list[WeightFinding] = []
-    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    total = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
     with progress("reading") as show:
         if write:
             files = weight_files(folder)

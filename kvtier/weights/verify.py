@@ -33,7 +33,8 @@ def weight_files(folder: Path) -> list[Path]:
             folder, None, "there is no such folder; name the one with the model's safetensors files"
         )
     try:
-        files = checkpoint_files(folder, read_index(folder))
+        index = read_index(folder)
+        files = checkpoint_files(folder, index)
         if any(path.parent != folder for path in files):
             raise Corrupt("it names a file in another folder")
     except Corrupt as error:
@@ -41,7 +42,9 @@ def weight_files(folder: Path) -> list[Path]:
     files = sorted({*files, *folder.glob("consolidated*.safetensors")})
     for path in files:
         if not path.is_file():
-            raise WeightsUnreadable(path, None, f"{INDEX} names this file, and it is missing; get it again")
+            what = "is a link to nothing" if path.is_symlink() else "is no file" if path.exists() else "is missing"
+            reason = f"{INDEX} names this file, and it {what}" if index else f"it {what}"
+            raise WeightsUnreadable(path, None, f"{reason}; get it again")
     if not files:
         raise WeightsUnreadable(folder, None, "no safetensors file is in this folder")
     return files

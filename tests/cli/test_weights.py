@@ -60,6 +60,18 @@ def test_a_missing_shard_of_the_index(folder: Path, cli: Cli) -> None:
     assert "in another folder" in cli.refused("weights", "verify", str(folder), "--write")
 
 
+def test_a_cache_that_lost_a_file(folder: Path, cli: Cli) -> None:
+    """As where files of a Hugging Face cache are links, and one's content was removed; and a folder like a file."""
+    link = folder / "model-3.safetensors"
+    link.symlink_to("../blobs/gone")
+    for options in ([], ["--write"]):
+        said = cli.refused("weights", "verify", str(folder), *options)
+        assert "model-3.safetensors: it is a link to nothing; get it again" in said
+    link.unlink()
+    link.mkdir()
+    assert "model-3.safetensors: it is no file" in cli.refused("weights", "verify", str(folder))
+
+
 def test_a_broken_file_gets_no_manifest(folder: Path, cli: Cli) -> None:
     os.truncate(folder / "model-1.safetensors", 1_000_000)
     assert "model-1.safetensors is not a whole" in cli.refused("weights", "verify", str(folder), "--write")
