@@ -201,7 +201,7 @@ def a_stale_read_is_taken_for_damage(original: Any, reader: RecordReader, error:
     return False
 
 
-@planted(RecordReader, "_known_sets", "shared_disk", first_seed=130)
+@planted(RecordReader, "_known_sets", "shared_disk")
 def what_is_away_is_taken_for_gone(original: Any, reader: RecordReader, set_ids: set[int]) -> set[int]:
     return set()
 
