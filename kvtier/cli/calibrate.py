@@ -10,7 +10,6 @@ from kvtier.cli.app import NotDone, app
 from kvtier.cli.place import refuse_missing_model
 from kvtier.cli.progress import progress
 from kvtier.errors import ConfigError
-from kvtier.model.weights_fingerprint import is_weight_file, weights_fingerprint
 from kvtier.runtime.exit_status import MEANINGS, OK
 
 Texts = Annotated[
@@ -37,6 +36,7 @@ def calibrate(
     from kvtier.codecs.transform.calibrate import table_tensors
     from kvtier.codecs.transform.model_statistics import PREFIX_TOKENS, TEXT_TOKENS, CalibratedModel, default_rows
     from kvtier.codecs.transform.table import write_table
+    from kvtier.model.weights_fingerprint import weights_fingerprint
 
     weights = weights_fingerprint(model, None)
     loaded = CalibratedModel.load(model, device)
@@ -60,6 +60,8 @@ def calibrate(
 def _check(model: Path, out: Path) -> None:
     """Refuse what would else fail after minutes of work. Raises ConfigError."""
     refuse_missing_model(model)
+    from kvtier.model.weights_fingerprint import is_weight_file
+
     if not any(map(is_weight_file, os.listdir(model))):
         raise ConfigError("model", str(model), "there are no weight files; name the folder of a whole checkpoint")
     if not os.access(out.parent, os.W_OK | os.X_OK):
