@@ -16,7 +16,11 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class NoTokenizer(AdminRefusal):
-    """None can be had here; ask with token ids."""
+    """None can be had here; ask with token ids. reason: the text without this advice."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}: send token ids")
+        self.reason = reason
 
 
 def tokenize(opened: Opened, text: str, namespace: bytes | None) -> list[int]:
@@ -26,7 +30,7 @@ def tokenize(opened: Opened, text: str, namespace: bytes | None) -> list[int]:
     wanted.discard("")
     if len(wanted) != 1:
         what = "running engines have different tokenizers" if wanted else "no running engine reports a tokenizer"
-        raise NoTokenizer(f"{what}: send token ids")
+        raise NoTokenizer(what)
     return list(_tokenizer(wanted.pop()).encode(text).ids)
 
 
@@ -36,7 +40,7 @@ def _tokenizer(name: str) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise NoTokenizer("the package tokenizers is not installed here: send token ids") from None
+        raise NoTokenizer("the package tokenizers is not installed here") from None
     return Tokenizer.from_str(_text(path))
 
 
@@ -45,7 +49,7 @@ def _text(path: Path) -> str:
         text = path.read_text(encoding="utf-8")
         json.loads(text)
     except (OSError, ValueError, RecursionError) as fault:
-        raise NoTokenizer(f"{path} cannot be read: {fault}: send token ids") from None
+        raise NoTokenizer(f"{path} cannot be read: {fault}") from None
     return text
 
 
@@ -55,15 +59,15 @@ def _file(name: str) -> Path:
         path = folder / TOKENIZER_FILE
         if path.is_file():
             return path
-        raise NoTokenizer(f"there is no {path} on this machine: send token ids")
+        raise NoTokenizer(f"there is no {path} on this machine")
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
-        raise NoTokenizer("the package huggingface_hub is not installed here: send token ids") from None
+        raise NoTokenizer("the package huggingface_hub is not installed here") from None
     try:
         cached = try_to_load_from_cache(name, TOKENIZER_FILE)
     except ValueError:  # a path within that engine's own folder, say
-        raise NoTokenizer(f"{name} is neither a folder nor a name on the hub: send token ids") from None
+        raise NoTokenizer(f"{name} is neither a folder nor a name on the hub") from None
     if isinstance(cached, str):
         return Path(cached)
-    raise NoTokenizer(f"the tokenizer of {name} is not in this machine's Hugging Face cache: send token ids")
+    raise NoTokenizer(f"the tokenizer of {name} is not in this machine's Hugging Face cache")

@@ -88,7 +88,7 @@ def tokens_of(options: PromptOptions, opened: Opened, namespace: bytes | None) -
         try:
             tokens = tokenize(opened, text, namespace)
         except NoTokenizer as fault:
-            raise NotDone(f"{fault} with --tokens") from None
+            raise NotDone(f"{fault.reason}: send token ids with --tokens") from None
     if len(tokens) > TOKENS_MAX:
         raise NotDone(f"a prompt of {len(tokens)} tokens: at most {TOKENS_MAX}")
     return tokens
