@@ -117,14 +117,15 @@ class PendingSaves:
             left = self._store.saved(done)
         slots_lost = {lost.key for lost in left if not lost.is_blank}
         for answer in done:
-            if self._store.is_stored(answer.key) or not self._store.is_known(answer.key):
+            is_stored = self._store.is_stored(answer.key)
+            is_pending = not is_stored and self._store.is_known(answer.key)
+            if not is_pending:
                 self._pacing.answered(answer.key)
-            if self._store.is_stored(answer.key):
+            if is_stored:
                 self.late.stored(answer.key)
                 self._pacing.stored()
-            elif answer.outcome is SaveOutcome.QUEUE_FULL and (
-                answer.key in slots_lost or self._store.is_known(answer.key)
-            ):  # another rank wrote the chunk, or has not answered yet and will probably write it
+            elif answer.outcome is SaveOutcome.QUEUE_FULL and (answer.key in slots_lost or is_pending):
+                # Another rank wrote the chunk, or has not answered yet and will probably write it.
                 self.late.refused(answer.key)
                 self._pacing.slot_lost()
         for lost in left:
