@@ -123,7 +123,7 @@ class VectorPages:
         return k, v
 
     def blank_move(self) -> Move:
-        """Return a move of the first layer, with slabs of its own, to load kernels with."""
+        """Return a move of the first layer with slabs of zeros, whose comparison loads the kernels."""
         held, block = self.held, self._pages.block_tokens
         n_bytes = self.coder.n_bytes(range(held.first_layer, held.first_layer + 1))
         slabs = torch.zeros(held.n_heads, n_bytes, dtype=torch.uint8, device=self._pages.layers[0].k.device)

@@ -15,9 +15,9 @@ class SavePacing:
 
     If one rank refuses a chunk that another takes, the other writes it into a new slot with each attempt. So no chunk
     is planned for a pause after such a refusal: 1 step, then 3, 7 and so on up to PAUSE_MAX, or up to PAUSE_STORING_MAX
-    while chunks are stored. After a pause, steps plan no chunk while others are unanswered: an engine that plans steps
-    ahead would plan hundreds before it has the refusals. Once steps without a refusal have opened the window, pauses
-    begin with 1 step again.
+    while chunks are stored. After a pause, steps plan no chunk until those planned since are answered, for PAUSE_MAX
+    steps at most: an engine that plans ahead of the answers would plan hundreds before the first refusal. Once steps
+    without a refusal have opened the window, pauses begin with 1 step again.
     """
 
     def __init__(self) -> None:

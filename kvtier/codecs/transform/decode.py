@@ -37,7 +37,7 @@ from kvtier.kernels.tiles import (
 
 _GAIN_LEAST, _RAW_TOKENS = tl.constexpr(GAIN_LEAST), tl.constexpr(RAW_TOKENS)
 # Bits [0, 32) of a token's number, and bits [$8, $8 + 32). $2: address of a layer's codes; $3: token; $4 to $7: as
-# `byte_places` has them; $8: 32 at most. Each load has a register of its own: no load waits for another.
+# `byte_places` has them; $8: 32 at most. Each load has a register of its own, because two into one wait for each other.
 _QUADS = tl.constexpr(
     "{ .reg .pred p, q, r, s; .reg .b64 a, b, c, d, t; .reg .b32 x, y, z, w; .reg .b16 u; cvt.u64.u32 t, $3; "
     "setp.ge.s32 p, $4, 4; setp.eq.s32 q, $4, 8; and.b32 y, $4, 1; setp.ne.s32 s, y, 0; "
@@ -54,8 +54,8 @@ _TURN = tl.constexpr(
     "{ .reg .f32 x, y; mul.rn.f32 x, $3, $5; neg.f32 x, x; mul.rn.f32 y, $2, $5; fma.rn.f32 $0, $2, $4, x; "
     "fma.rn.f32 $1, $3, $4, y; }"
 )
-# Levels of the four codes in $4. $5, $6: a byte for each, by how much it is moved to the top, and 32 less its bits. $7:
-# levels. A code's place among the levels is its bits behind a 1.
+# Levels of the four codes in $4. Byte n of $5 is the shift that moves code n to the top of a word; byte n of $6 is 32
+# less the code's bits. $7: levels. A code's place among the levels is its bits behind a 1.
 _LEVELS = tl.constexpr(
     "{ .reg .b64 a; .reg .b32 x, y, z; "
     + " ".join(

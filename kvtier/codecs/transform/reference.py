@@ -20,8 +20,9 @@ A slab is the record's layers one after the other, then padding. A layer of T to
 
     bytes                          content
     T * R                          codes: group after group of K, then of V. A token's 8 codes of a group, the first in
-                                   the lowest bits, are a little-endian number of whole bytes. Parts of the number, of
-                                   4, 2 and 1 bytes or of 4 and 4, follow each other, each of all tokens
+                                   the lowest bits, are a little-endian number of whole bytes. The number is cut into
+                                   parts of 4, 2 and 1 bytes, or of 4 and 4, lowest first. A group has the first part
+                                   of all tokens, then the second part of all tokens, then the third
     T, T                           gains of K, gains of V
     RAW_TOKENS * (dk + dv) * 2     K, then V of the first tokens: in the engine's dtype, bf16 where that is fp32
     16                             position of the chunk's first token in the prompt (u32, little-endian), zeros

@@ -80,8 +80,8 @@ def tile_angles(
 
 @triton.jit
 def _angle_places(position: tl.tensor, P: tl.constexpr) -> tl.tensor:
-    """Return where the cosines of positions are in a table of `kernel_angles`: two positions share a line of the cache,
-    as the lanes do that load them at once."""
+    """Return the places of positions' cosines in a table of `kernel_angles`. There 16 numbers of two neighbouring
+    positions fill a line of the cache, because eight lanes load them at once."""
     column = tl.arange(0, P.half // 32)[None, :, None] * 32 + tl.arange(0, 16)[None, None, :]
     return position // 2 * (4 * P.half) + position % 2 * 16 + column
 
@@ -115,8 +115,8 @@ def four_words(
 def byte_places(parts: tl.tuple, token: tl.tensor, BYTE: tl.constexpr) -> tl.tensor:
     """Return where tokens have a byte of the numbers of groups, (rows, groups).
 
-    token: (rows, 1). parts: of each group the bytes of its number, and where its parts begin, (1, groups) each: the
-    first four bytes, the two or further four bytes behind, the last byte.
+    token: (rows, 1). parts: (1, groups) each: bytes of a group's number, and the places where its parts of all tokens
+    begin: the first part of four bytes, the part of two or the second of four, the part of one.
     """
     n_bytes, fours, twos, ones = parts
     has_four = n_bytes >= 4

@@ -38,7 +38,7 @@ def encode_tables(shape: TransformPlane, coder: PlaneCoder, before: torch.Tensor
     matrix: upper and lower bytes of `forward`, component after component. numbers: -mean * scale, then scales, of lower
     and upper elements of words, of one half and then the other; by component unit (0 if it is not coded), rate, c1, c3,
     c5 and half the number of codes; the gain's factor. whole: by component the factor that shifts its code within those
-    of four; of each four the number that cancels _TWO23_BITS in their sum; words of groups.
+    of four; of each four the number that cancels _TWO23_BITS in their sum; `_group_words`.
     """
     bits = coder.bits
     rows = torch.arange(2 * shape.half).view(-1, 4, 2, 4).transpose(1, 2).flatten()
@@ -65,8 +65,9 @@ def decode_tables(shape: TransformPlane, coder: PlaneCoder, before: torch.Tensor
     """Return the tables for decoding. Arguments as in `encode_tables`.
 
     matrix: `inverse`. numbers: means, then units, of lower and upper elements of words, of one half and then the other.
-    whole: words of groups; of the first four components of each group a word of bytes by which codes are moved to the
-    top of a word, and one of 32 less their bits; the same of the last four.
+    whole: eight words of each group: `_group_words`, then two of its first four components, then two of its last four.
+    Of the two, the first has in a byte for each code the shift that moves it to the top of a word, the second 32 less
+    the code's bits.
     """
     rows, columns = (torch.from_numpy(product_columns(n, GROUP)) for n in (shape.padded, shape.half))
     inverse = _padded(_padded_halves(coder.inverse.half(), shape, 2).mT, shape.padded).mT[:, rows]
@@ -87,17 +88,17 @@ def kernel_levels(coder: PlaneCoder) -> torch.Tensor:
 
 
 def kernel_angles(shape: TransformPlane, frequencies: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """(layers, positions / 2, 2, 2, words / 16, 2, 16) fp32: of two positions the cosines, then sines, of lower and of
-    upper elements of words. frequencies: (layers, pairs)."""
+    """(layers, positions / 2, 2, 2, words / 16, 2, 16) fp32: for two positions the cosines, then the sines, of lower
+    and of upper elements of words; 16 words of both positions are neighbours. frequencies: (layers, pairs)."""
     found = torch.stack([torch.stack(angles(each, positions), 1) for each in frequencies])
     found = _padded(found, shape.half).view(len(frequencies), len(positions) // 2, 2, 2, -1, 16, 2)
     return found.permute(0, 1, 3, 6, 4, 2, 5)
 
 
 def _group_words(bits: torch.Tensor, before: torch.Tensor, tokens: int) -> torch.Tensor:
-    """(cells, groups, 4): the bytes of a token's number plus 16 times the bits of the first four components, and the
-    places among a layer's codes where the first four bytes of the chunk's tokens begin, the two or further four bytes
-    behind, and the last byte. Arguments as in `encode_tables`; bits: (cells, 1, size)."""
+    """(cells, groups, 4): bytes of a token's number plus 16 times the bits of the first four components, and the places
+    among a layer's codes where the parts of the number begin, as in `slab.byte_places`. bits: (cells, 1, size). Other
+    arguments as in `encode_tables`."""
     groups = bits.view(len(bits), -1, GROUP)
     n_bytes = groups.sum(-1) // 8
     starts = n_bytes.cumsum(-1) - n_bytes + before
