@@ -73,9 +73,11 @@ class SlotTable(Generic[Content]):
         with self._lock:
             claimed: list[tuple[int, Content | None]] = []
             for key in keys:
-                leased = self._lease(key)
-                if leased is not None:
-                    claimed.append(leased)
+                cached = self._cached.get(key)
+                if cached is not None:
+                    self._cached.move_to_end(key)
+                    cached.leases += 1
+                    claimed.append((cached.slot, cached.content))
                 elif self._free or self._evict_one():
                     self._reserved.add(self._free[-1])
                     claimed.append((self._free.pop(), None))
@@ -87,15 +89,30 @@ class SlotTable(Generic[Content]):
         """Make each reserved slot hold its key. Return for each whether it does: False if another slot holds the key
         already, and then the reserved slot is freed."""
         with self._lock:
-            return [self._commit(slot, key, content) for slot, key, content in filled]
+            is_new = []
+            for slot, key, content in filled:
+                self._reserved.remove(slot)
+                is_new.append(key not in self._cached)
+                if is_new[-1]:
+                    self._cached[key] = _Cached(slot, content)
+                else:
+                    self._free.append(slot)
+            return is_new
 
     def commit_leased(self, slot: int, key: bytes, content: Content) -> tuple[bool, int, Content]:
         """Commit and lease in one step, so that no other thread takes the slot in between. Return (the result of
         `commit`, the slot that holds `key` now, its content)."""
         with self._lock:
-            is_new, leased = self._commit(slot, key, content), self._lease(key)
-            assert leased is not None
-            return is_new, *leased
+            self._reserved.remove(slot)
+            is_new = key not in self._cached
+            if is_new:
+                self._cached[key] = _Cached(slot, content)
+            else:
+                self._free.append(slot)
+            cached = self._cached[key]
+            self._cached.move_to_end(key)
+            cached.leases += 1
+            return is_new, cached.slot, cached.content
 
     def discard(self, *slots: int) -> None:
         """Give back reserved slots that were not filled."""
@@ -110,7 +127,14 @@ class SlotTable(Generic[Content]):
     def lease_each(self, keys: Sequence[bytes]) -> list[tuple[int, Content] | None]:
         """Return the slot that holds each key, protected until `release`; None for those that are not here."""
         with self._lock:
-            return [self._lease(key) for key in keys]
+            leased: list[tuple[int, Content] | None] = []
+            for key in keys:
+                cached = self._cached.get(key)
+                if cached is not None:
+                    self._cached.move_to_end(key)
+                    cached.leases += 1
+                leased.append(None if cached is None else (cached.slot, cached.content))
+            return leased
 
     def release(self, slot: int, key: bytes) -> None:
         self.release_each([(slot, key)])
@@ -159,25 +183,6 @@ class SlotTable(Generic[Content]):
             assert sorted(slots) == list(range(self.n_ready)), slots
             assert all(entry.leases >= 0 for entry in self._cached.values())
             assert all(entry.leases > 0 for entry in self._dropped.values())
-
-    # --- the caller holds the lock ---
-
-    def _commit(self, slot: int, key: bytes, content: Content) -> bool:
-        self._reserved.remove(slot)
-        is_new = key not in self._cached
-        if is_new:
-            self._cached[key] = _Cached(slot, content)
-        else:
-            self._free.append(slot)
-        return is_new
-
-    def _lease(self, key: bytes) -> tuple[int, Content] | None:
-        cached = self._cached.get(key)
-        if cached is None:
-            return None
-        self._cached.move_to_end(key)
-        cached.leases += 1
-        return cached.slot, cached.content
 
     def _evict_one(self) -> bool:
         for key, cached in self._cached.items():
