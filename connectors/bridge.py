@@ -340,6 +340,8 @@ class WorkerBridge:
         """Call before the engine zeroes, loads into or computes on any block."""
         self._is_idle, self._waits_for_room = step.is_idle, step.waits_for_room
         self._save(step.before)
+        if not step.is_idle:
+            self._transfer.forward_begins()
 
     def after_forward(self, step: Step) -> None:
         self._save(step.after)

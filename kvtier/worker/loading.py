@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # Chunks of a load whose segments one task of the pool opens, or that are copied behind one mark: as many as have
 # OPENED_BYTES, within these limits.
-OPENED_MIN, OPENED_MAX, OPENED_BYTES = 8, 32, 256 << 20
+OPENED_MIN, OPENED_MAX, OPENED_BYTES = 8, 32, 512 << 20
 _batch_of = attrgetter("reads.batch")
 # Most loaded chunks, and most bytes of them, that are being copied into the host arena; one chunk always may be. Chunks
 # beyond that are not copied. The checksums of the next chunks cross PCIe after these copies: with 256 MiB of copies a

@@ -26,10 +26,13 @@ from kvtier.worker.cuda_events import Mark
 from kvtier.worker.record_reader import FetchFailed
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.0003, 0.008  # pause after a turn in which nothing had ended; it doubles up to the maximum
-# Pause after any turn while I/O is queued for longer. Each turn takes the interpreter lock from the engine: beside 16
-# loads of 12,000 tokens, 16 decoding requests got 1.1 to 2 times as many tokens, and the last load ended between 1 %
-# later and 11 % earlier (two H100).
+# Pause after a turn while more I/O than this is queued. Each turn takes the interpreter lock from the engine.
 QUEUED_PAUSE_S, QUEUED_BYTES = 0.004, 512 << 20
+# While the engine launches a forward, that pause lasts until half of the I/O may have ended, at a rate that no storage
+# exceeds, or LAUNCH_PAUSE_MAX_S. Beside 16 loads of 12,000 tokens, 16 decoding requests got 1.3 times as many tokens
+# (19.4 a second instead of 14.6), and their longest gap was two thirds (140 ms); the last load ended 1 % later (one
+# H200, means of three in turns; results/gpu/under_load_forwards.json).
+FASTEST_BYTES_S, LAUNCH_PAUSE_MAX_S = 50e9, 0.02
 TASKS_MAX = 4096  # tasks of a pool that wait for a thread: more than all chunks under way can have (I4)
 STUCK_S = 1.0  # a task that runs for so long may hang in the kernel, seconds; at most a quarter of the timeout
 
@@ -87,6 +90,7 @@ class TransferLoop:
         self.changed = threading.Condition()
         self.n_tasks = 0  # queued and running ones of all pools
         self._is_running = False
+        self._is_launching = self._gives_way = False
         self._posted: deque[tuple[Then, Any]] = deque()
 
     def pool(self, jobs: ThreadJobs) -> TaskPool:
@@ -114,6 +118,17 @@ class TransferLoop:
         if self.n_tasks:
             for jobs in self._pools:
                 jobs.widen(min(STUCK_S, self._worker.timeout_s / 4))
+
+    def forward_begins(self) -> None:
+        """Note that the engine's thread begins to launch a forward, for which it needs the interpreter lock."""
+        self._is_launching = True
+
+    def forward_is_launched(self) -> None:
+        """End what `forward_begins` began, if anything did."""
+        self._is_launching = False
+        if self._gives_way:
+            with self.changed:
+                self.changed.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is under way. Return False when `timeout_s` was not enough."""
@@ -167,7 +182,7 @@ class TransferLoop:
                 if turn.has_moved:
                     self._pause_s = PAUSE_MIN_S
                     if turn.n_bytes >= QUEUED_BYTES:
-                        self._wait_for_posts(QUEUED_PAUSE_S)
+                        self._give_way(turn.n_bytes)
                         continue
                 if turn.goes_on:
                     continue
@@ -182,6 +197,15 @@ class TransferLoop:
         except BaseException:  # our bug, or CUDA's: no chunk is left without an answer, and no slot is lost
             self._give_up()
             raise
+
+    def _give_way(self, n_bytes: int) -> None:
+        """Leave the interpreter lock to the engine: the queued I/O, of so many bytes, needs no turn for now."""
+        time.sleep(QUEUED_PAUSE_S)
+        longest_s = min(LAUNCH_PAUSE_MAX_S, n_bytes / 2 / FASTEST_BYTES_S)
+        with self.changed:
+            self._gives_way = True
+            self.changed.wait_for(lambda: not self._is_launching, longest_s - QUEUED_PAUSE_S)
+            self._gives_way = False
 
     def _pause(self, io: Reads | None) -> None:
         """Wait for what ends next, without the interpreter lock. Marks are polled: CUDA has no wait with a time-out."""

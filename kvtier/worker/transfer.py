@@ -116,8 +116,14 @@ class Transfer:
             for arena in arenas:
                 arena.drop(key)
 
+    def forward_begins(self) -> None:
+        """Note that the engine begins to launch a forward. Until the next `poll`, loads and saves leave the interpreter
+        lock to it while enough I/O is queued."""
+        self._loop.forward_begins()
+
     def poll(self, timeout_s: float = 0.0) -> Progress:
         """Return the answers since the last poll; wait at most `timeout_s` for a load to end."""
+        self._loop.forward_is_launched()
         if self._pinner is not None:
             self._pinner.make_way()
         loads, timings = self._loader.take_done(timeout_s)

@@ -111,6 +111,9 @@ class FakeTransfer:
     def load(self, plan: LoadPlan) -> None:
         self.loads.append(plan)
 
+    def forward_begins(self) -> None:
+        pass
+
     def poll(self, timeout_s: float = 0.0) -> Progress:
         progress, self.progress = self.progress, Progress([], [], [])
         return progress

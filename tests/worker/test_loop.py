@@ -11,7 +11,7 @@ import pytest
 from kvtier.errors import TierUnavailable
 from kvtier.runtime.threads import ThreadJobs
 from kvtier.worker import loop as loop_module
-from kvtier.worker.loop import TaskPool, TransferLoop
+from kvtier.worker.loop import QUEUED_BYTES, QUEUED_PAUSE_S, TaskPool, TransferLoop, Turn
 from tests.manual_jobs import ManualJobs
 from tests.waiting import wait_until
 
@@ -142,3 +142,35 @@ def test_copies_that_begin_while_the_loop_gives_up_are_waited_for(loop: Transfer
     loop.post(None)
     assert loop.drain(10)
     assert ended == ["copied"]
+
+
+def test_no_turn_is_made_while_the_engine_launches_a_forward(
+    loop: TransferLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Much I/O is queued, and a turn would take the interpreter lock from the engine."""
+    monkeypatch.setattr(loop_module, "FASTEST_BYTES_S", QUEUED_BYTES / 3600)
+    monkeypatch.setattr(loop_module, "LAUNCH_PAUSE_MAX_S", 1800.0)
+    (part,) = loop.parts
+    n_turns = 0
+
+    def turn() -> Turn:
+        nonlocal n_turns
+        n_turns += 1
+        return Turn(has_moved=True, n_bytes=QUEUED_BYTES) if part.work else Turn()
+
+    part.work, part.turn = ["a chunk"], turn  # type: ignore[method-assign,misc]
+    loop.forward_begins()
+    loop.post(None)
+    wait_until(lambda: n_turns, "the first turn", 10)
+    time.sleep(20 * QUEUED_PAUSE_S)
+    assert n_turns == 1
+    loop.forward_is_launched()
+    wait_until(lambda: n_turns > 2, "turns behind the forward", 10)
+    loop.forward_begins()
+    monkeypatch.setattr(loop_module, "FASTEST_BYTES_S", 1e15)
+    loop.forward_is_launched()
+    loop.forward_begins()
+    seen = n_turns
+    wait_until(lambda: n_turns > seen + 1, "turns although the forward goes on: the I/O may end before it", 10)
+    part.work = ()  # type: ignore[misc]
+    assert loop.drain(10)
