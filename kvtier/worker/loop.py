@@ -26,7 +26,8 @@ from kvtier.worker.cuda_events import Mark
 from kvtier.worker.record_reader import FetchFailed
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.0003, 0.008  # pause after a turn in which nothing had ended; it doubles up to the maximum
-# Pause after a turn while more I/O than this is queued. Each turn takes the interpreter lock from the engine.
+# Pause after a turn in which something ended, while QUEUED_BYTES of I/O are queued: each turn takes the interpreter
+# lock from the engine.
 QUEUED_PAUSE_S, QUEUED_BYTES = 0.004, 512 << 20
 # While the engine launches a forward, that pause lasts until half of the I/O may have ended, at a rate that no storage
 # exceeds, or LAUNCH_PAUSE_MAX_S. Beside 16 loads of 12,000 tokens, 16 decoding requests got 1.3 times as many tokens
@@ -86,11 +87,13 @@ class TransferLoop:
         self._jobs = jobs
         self._pools: list[ThreadJobs] = []
         self._pause_s = PAUSE_MIN_S
+        # Without a lock: the engine's thread notes that its launches ended, then asks whether the loop waits for that;
+        # the loop notes that it waits, then asks whether the launches go on.
+        self._is_launching = self._gives_way = False
         # All threads use these, under the lock:
         self.changed = threading.Condition()
         self.n_tasks = 0  # queued and running ones of all pools
         self._is_running = False
-        self._is_launching = self._gives_way = False
         self._posted: deque[tuple[Then, Any]] = deque()
 
     def pool(self, jobs: ThreadJobs) -> TaskPool:
@@ -124,7 +127,7 @@ class TransferLoop:
         self._is_launching = True
 
     def forward_is_launched(self) -> None:
-        """End what `forward_begins` began, if anything did."""
+        """Note that the engine's thread launches no forward any more. Called in each step, also in one without."""
         self._is_launching = False
         if self._gives_way:
             with self.changed:
