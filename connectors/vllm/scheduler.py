@@ -132,11 +132,13 @@ class SchedulerHalf:
     def build_step(self, scheduled: Any) -> StepMetadata:
         """Return the workers' work of this step. Must be called before vLLM counts the step's tokens as computed."""
         self._advance(scheduled)
-        rewritten = None
+        rewritten, decodes = None, False
         with self._faults.contained("reading a step's blocks"):
             rewritten = rewritten_blocks(scheduled)
+            decodes = any(scheduled.scheduled_cached_reqs.num_output_tokens)
         self._n_steps += 1
-        return StepMetadata(self._bridge.take_step(not scheduled.total_num_scheduled_tokens, rewritten), self._n_steps)
+        is_idle = not scheduled.total_num_scheduled_tokens
+        return StepMetadata(self._bridge.take_step(is_idle, rewritten, decodes), self._n_steps)
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> None:
         """Note the end of a request, for any reason; its blocks are free from the next step on, after that step's

@@ -361,6 +361,50 @@ def test_every_load_is_answered_once() -> None:
     assert bridge.poll() == []
 
 
+class Loading:
+    """Loads under way in a worker whose steps take the times that `step` is told."""
+
+    def __init__(self, *request_ids: str) -> None:
+        self.now_s = 100.0
+        self._transfer = FakeTransfer()
+        self._bridge = WorkerBridge(self._transfer, SHAPE, Faults(), lambda: self.now_s)  # type: ignore[arg-type]
+        self._bridge.start_loads(Step(loads=tuple(map(load_plan, request_ids))))
+
+    def step(self, seconds: float, *ended: str, decodes: bool = True) -> list[str]:
+        """Return the requests that are answered in a step, in which some loads end."""
+        self._bridge.before_forward(Step(decodes=decodes))
+        self.now_s += seconds
+        for request_id in ended:
+            self._transfer.answer(request_id)
+        return [done.request_id for done in self._bridge.poll()]
+
+
+def test_loads_that_end_beside_decoding_requests_are_answered_in_groups() -> None:
+    loading = Loading(*"abcdef")
+    assert loading.step(0.04, "a") == ["a"]
+    assert loading.step(0.01, "b") == []
+    assert loading.step(0.04, "c") == []  # computes the last tokens of a
+    assert loading.step(0.04) == ["b", "c"]  # twice its time has passed since a was answered
+    assert loading.step(0.03, "d") == []  # the steps before count until there is a longer one
+    assert loading.step(0.03) == []
+    assert loading.step(0.03) == ["d"]
+    assert loading.step(5.0, "e") == ["e"]
+    assert loading.step(0.01, "f") == ["f"]  # no other load is under way
+
+
+def test_answers_wait_at_most_for_so_long() -> None:
+    loading = Loading(*"abc")
+    assert loading.step(1.0, "a") == ["a"]
+    assert loading.step(0.09, "b") == []
+    assert loading.step(0.01) == ["b"]
+
+
+def test_answers_wait_only_beside_decoding_requests() -> None:
+    loading = Loading(*"abc")
+    assert loading.step(0.04, "a") == ["a"]
+    assert loading.step(0.01, "b", decodes=False) == ["b"]
+
+
 def test_a_request_may_load_again_later() -> None:
     bridge, transfer = worker()
     for _ in range(2):

@@ -155,8 +155,8 @@ class RecordingBridge:
     def begin_load(self, request_id: str, block_ids: Any, n_tokens: int) -> None:
         pass
 
-    def take_step(self, is_idle: bool = False, rewritten: Any = frozenset()) -> Step:
-        return Step()
+    def take_step(self, is_idle: bool = False, rewritten: Any = frozenset(), decodes: bool = False) -> Step:
+        return Step(decodes=decodes)
 
 
 def scheduled(new: list[Any], cached: list[tuple[str, list[int] | None, int]], resumed: set[str], **more: Any) -> Any:
@@ -169,6 +169,7 @@ def scheduled(new: list[Any], cached: list[tuple[str, list[int] | None, int]], r
             new_block_ids=[None if added is None else (added,) for _, added, _ in cached],
             num_computed_tokens=[computed for _, _, computed in cached],
             resumed_req_ids=resumed,
+            num_output_tokens=[0] * len(cached),
         ),
         num_scheduled_tokens=dict.fromkeys(ids, 1),
         total_num_scheduled_tokens=len(ids),
@@ -235,11 +236,18 @@ def test_block_ids_are_read_only_to_plan_a_load(half: SchedulerHalf) -> None:
     assert n_read == [1]
 
 
+def test_workers_know_whether_requests_decode(half: SchedulerHalf) -> None:
+    step = scheduled([], [("a", None, 10), ("b", None, 10)], set())
+    assert not half.build_step(step).step.decodes
+    step.scheduled_cached_reqs.num_output_tokens = [0, 3]
+    assert half.build_step(step).step.decodes
+
+
 def test_a_step_that_cannot_be_understood_saves_nothing(half: SchedulerHalf) -> None:
     """I9, also for what a later release may change in its own structures."""
     odd = SimpleNamespace(scheduled_new_reqs=[], total_num_scheduled_tokens=1)
     assert half.build_step(odd) == StepMetadata(Step(), 1)
-    assert half._faults.take() == 1
+    assert half._faults.take() == 2  # block tables; whether requests decode
 
 
 def test_a_request_that_cannot_be_understood_is_passed_by(half: SchedulerHalf) -> None:

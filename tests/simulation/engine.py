@@ -132,7 +132,9 @@ class EngineProcess:
         self.scheduler.room.shared.wait_s = SHARED_WAIT_S
         self.pages = [Pages(share, N_BLOCKS) for share in self.shares]
         self.transfers = [self._open_transfer(n, rng) for n in range(len(self.shares))]
-        self.ranks = [WorkerBridge(transfer, shape, StrictFaults(place)) for transfer in self.transfers]
+        self.ranks = [
+            WorkerBridge(transfer, shape, StrictFaults(place), self._monotonic) for transfer in self.transfers
+        ]
 
     @property
     def workers(self) -> list[WorkerContext]:

@@ -92,7 +92,7 @@ class Serving:
                 self._schedule(request)
         running = [request for request in self.requests.values() if request.state is State.RUNNING]
         frontiers = {request.name: self._advance(request) for request in running}
-        step = self.engine.scheduler.take_step(is_idle=not running)
+        step = self.engine.scheduler.take_step(is_idle=not running, decodes=bool(running))
         self._work(step, running, frontiers)
         self._take_answers()
         for request in running:
