@@ -367,6 +367,14 @@ class Keeper:
     def _make_sets(self, now: float) -> None:
         """Make sets for each tenant in use; when one of them is at its quota, the others go on."""
         namespace, supplies = self._epoch
+        # Until it is rebuilt, it lists only some of the sets: by their sum there is always room, and to make room would
+        # evict the newest, which are read back first.
+        if self._index.was_reset:
+            for supply in supplies.all():
+                supply.backoff.pause(now, TICK_INTERVAL_S)
+            text = "the index was lost: nothing is saved until an engine has read all segments back into it"
+            self._due.log.line(logging.INFO, "make sets lost index", text)
+            return
         if self._plan.reclaim_s:
             free_bytes = self._housekeeper.free_space().for_sets(self._plan.set_bytes, self._plan.set_files)
             if self._space.room.is_waiting(now, free_bytes):
@@ -386,9 +394,9 @@ class Keeper:
     def _make_set(self, namespace: Namespace, supply: SetSupply, now: float) -> bool:
         """Make room for a set and register it. Return True if it was offered to `supply`.
 
-        Another engine may have taken the same room since, so the limits are checked once more, and a set that exceeds
-        them is removed. Until then the index's sum may exceed a limit by one set. The files do not, because nothing is
-        written into a set before it is offered.
+        Another engine may have taken the same room since, or the index may have been lost, so the limits are checked
+        once more, and a set that exceeds them is removed. Until then the index's sum may exceed a limit by one set. The
+        files do not, because nothing is written into a set before it is offered.
         """
         capacity_bytes = self._capacity_bytes(now)
         need = Need(self._plan.set_bytes, namespace.id, supply.tenant)
@@ -396,7 +404,8 @@ class Keeper:
         evicted = self._evictor.make_room(need, capacity_bytes)
         self._note_evicted()
         set_id = None if evicted is None else self._add_set(need, namespace, now)
-        if set_id is not None and not self._evictor.fits(replace(need, n_bytes=0), capacity_bytes):
+        added = replace(need, n_bytes=0)
+        if set_id is not None and (self._index.was_reset or not self._evictor.fits(added, capacity_bytes)):
             self._index.remove_set(set_id)
             self._done_with.to_drop.remove(set_id)
             set_id = None
