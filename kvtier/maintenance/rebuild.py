@@ -105,6 +105,7 @@ class ReadBack:
         progress: Progress,
         settled: Collection[int],
     ) -> int:
+        self._lease.renew()  # a lapse before this set says nothing about what is read of it
         lapses = self._lease.lapses
         # Asked before the pages are read: a living writer may publish records that were not on the pages read.
         members = self._index.members(set_id)

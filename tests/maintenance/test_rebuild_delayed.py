@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import IndexUnavailable
+from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.index.base import Location
 from kvtier.maintenance import rebuild as read_back
 from kvtier.maintenance.record_check import RecordVerdict
 from kvtier.maintenance.sweeper import Housekeeper
-from kvtier.storage.segments import SegmentFiles, parse_segment_name
+from kvtier.storage.segments import SegmentFiles, parse_segment_name, segment_name
 from tests.maintenance.test_delayed_sweeps import StallingClock
 from tests.maintenance.test_rebuild_sets import indexes_end as indexes_end
 from tests.maintenance.test_rebuild_sets import lost, opened
 from tests.maintenance.test_record_saved_twice import BAD, saved_again_in_an_older_set
 from tests.scheduler.test_slow_writers import after
+from tests.support.rig import BLOCKS, TOKENS, saved_by_another
 from tests.worker.test_faults import flip_payload
 
 
@@ -38,6 +39,29 @@ def test_who_may_have_lost_the_lease_has_not_rebuilt_the_index(
         assert keeper.rebuild() is None
     again = keeper.rebuild()
     assert again is not None and again.records == 3 and len(index.members(info.set_id)) == 5
+
+
+def test_a_segment_that_fails_late_holds_up_no_other_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on storage a part of which answers after its own timeout only. The next set was called held up each time, so
+    no rebuild was ever done."""
+    for tokens in (TOKENS[64:], TOKENS):
+        saved_by_another(tmp_path, tokens, BLOCKS)
+    shutil.rmtree(tmp_path / "v2" / "index")
+    index = opened(tmp_path)
+    clock = StallingClock(time.time())
+    keeper = Housekeeper(index, tmp_path / "v2", "me", clock)
+    newest = max(path.name for path in tmp_path.glob("v2/*/*.kvseg"))
+    read = SegmentFiles._open_file
+
+    def fail_late(self: SegmentFiles, name: tuple[int, int]) -> object:
+        if segment_name(*name) == newest:
+            clock.stall()
+            raise TierUnavailable("Input/output error")
+        return read(self, name)
+
+    monkeypatch.setattr(SegmentFiles, "_open_file", fail_late)
+    rebuilt = keeper.rebuild()
+    assert rebuilt is not None and len(rebuilt.unreadable) == 1 and rebuilt.records == 4
 
 
 def open_segments() -> list[str]:
