@@ -180,6 +180,7 @@ class GuardedIndex:
     drop_note = _through(Index.drop_note)
     counts = _through(Index.counts)
     mend_sum = _through(Index.mend_sum)
+    recount = _through(Index.recount)
     entries = _through(Index.entries)
     loss = _through(Index.loss)
     rebuilt = _through(Index.rebuilt)

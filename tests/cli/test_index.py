@@ -93,6 +93,17 @@ def test_a_lost_entry_is_found_and_a_rebuild_brings_it_back(place: Place, cli: C
     assert check(place, cli)["unnamed"] == 0
 
 
+@has_redis
+def test_a_rebuild_counts_again_what_redis_lost_the_counts_of(tmp_path: Path, cli: Cli) -> None:
+    """As by a maxmemory-policy that evicts keys."""
+    with standalone(tmp_path / "redis") as server:
+        place = Place(tmp_path, index_settings(server.url))
+        assert server.cli("del", "p:e") == "1"
+        assert cli.json("stats", *place.words)["index"]["chunks"] == 0
+        cli.run("index", "rebuild", *place.words)
+        assert cli.json("stats", *place.words)["index"]["chunks"] == CHUNKS
+
+
 def test_an_entry_without_a_record_is_found_and_a_rebuild_takes_it_out(place: Place, cli: Cli) -> None:
     index = place.open()
     (info,) = index.sets()

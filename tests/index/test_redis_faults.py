@@ -97,6 +97,25 @@ def test_a_prompt_is_one_round_trip_to_each_of_three_masters(tmp_path: Path) -> 
 # --- a shard that lost its memory ---
 
 
+@pytest.mark.parametrize("is_cluster", [False, True])
+def test_what_redis_lost_of_entries_and_counts_is_counted_again(
+    connect: Connect, request: pytest.FixtureRequest, is_cluster: bool
+) -> None:
+    url = cluster_url(request.getfixturevalue("masters")) if is_cluster else ""
+    index = RedisIndex(index_settings(url, own_prefix())) if is_cluster else connect()
+    wanted = keys(N_CHUNKS)
+    fill(index, wanted)
+    lost = [index._keys.entry(wanted[0]), *{index._keys.counts(index._keys.tag(one)) for one in wanted[:9]}]
+    index._caller.run([Request(name, ("DEL", name)) for name in lost])
+    assert index.counts().chunks != N_CHUNKS - 1
+    for _ in range(2):
+        index.recount()
+        assert (index.counts().chunks, index.counts().records) == (N_CHUNKS - 1, N_CHUNKS - 1)
+    index.remove_set(1)
+    assert index.counts() == IndexCounts(0, 0, 0, 0)
+    index.close()
+
+
 def test_who_rebuilds_an_index_that_is_emptied_meanwhile_has_not_rebuilt_it(server: Server, connect: Connect) -> None:
     index, other = connect(), connect()
     loss = index.loss()

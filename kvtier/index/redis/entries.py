@@ -11,7 +11,7 @@ from kvtier.errors import IndexUnavailable
 from kvtier.format.geometry import Extent
 from kvtier.index import entry
 from kvtier.index.base import Location
-from kvtier.index.redis.keys import ADD_ENTRIES, REMOVE_ENTRIES, SCRIPTS, Keys, Script
+from kvtier.index.redis.keys import ADD_ENTRIES, ADD_TO_COUNTS, REMOVE_ENTRIES, SCRIPTS, Keys, Script
 from kvtier.index.redis.wire import SCAN_KEYS, Argument, Request, Wire, unavailable
 
 T = TypeVar("T")
@@ -155,9 +155,27 @@ class EntryTable:
 
     def counts(self) -> tuple[int, int]:
         """Return (chunks, records)."""
+        counts = self._counts()
+        return sum(chunks for chunks, _ in counts), sum(records for _, records in counts)
+
+    def _counts(self) -> list[tuple[int, int]]:
+        """Return (chunks, records) of each tag."""
         names = [self._keys.counts(tag) for tag in range(self._keys.tags)]
         answers = self._caller.run([Request(name, ("HMGET", name, "c", "r")) for name in names])
-        return sum(int(answer[0] or 0) for answer in answers), sum(int(answer[1] or 0) for answer in answers)
+        return [(int(chunks or 0), int(records or 0)) for chunks, records in answers]
+
+    def recount(self) -> None:
+        """See Index.recount."""
+        lacking = [[-chunks, -records] for chunks, records in self._counts()]
+        seen: set[bytes] = set()
+        for key, value in self.all():
+            if key not in seen:
+                seen.add(key)
+                of_tag = lacking[self._keys.tag(key)]
+                of_tag[0] += 1
+                of_tag[1] += len(entry.locations_of(value))
+        calls = {self._keys.counts(tag): [b"%d" % n for n in added] for tag, added in enumerate(lacking) if any(added)}
+        self._caller.run([Request(name, ADD_TO_COUNTS.call([name], added)) for name, added in calls.items()])
 
     def all(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield (key, entry) of every chunk; some may come twice."""

@@ -90,6 +90,12 @@ return answer
 # Returns for each entry nil when it was changed, else its value.
 ADD_ENTRIES, REMOVE_ENTRIES = Script.of(_CHANGE_ENTRIES), Script.when_full(_CHANGE_ENTRIES)
 
+# KEYS: a tag's counts. ARGV: entries, records added.
+ADD_TO_COUNTS = Script.when_full("""
+redis.call('HINCRBY', KEYS[1], 'c', ARGV[1])
+return redis.call('HINCRBY', KEYS[1], 'r', ARGV[2])
+""")
+
 # KEYS: a set's list. ARGV: 1 when read from files, else 0; place, chunk key, ... Returns nil when the list accepts no
 # records, else for each place 2: added, 1: it was there, 0: another chunk has it.
 ADD_MEMBERS = Script.of("""
@@ -162,7 +168,7 @@ return answer
 # when it was changed, or its value.
 ADD_TO_TABLE, CHANGE_TABLE = Script.of(_CHANGE_TABLE), Script.when_full(_CHANGE_TABLE)
 
-_OF_ENTRIES = (ADD_ENTRIES, REMOVE_ENTRIES, ADD_MEMBERS, MARK_LIST, RESTORE_LIST)
+_OF_ENTRIES = (ADD_ENTRIES, REMOVE_ENTRIES, ADD_TO_COUNTS, ADD_MEMBERS, MARK_LIST, RESTORE_LIST)
 _OF_TABLES = (MARK_MADE, SUM_AND_SETS, ADD_TO_SUM, PUT_NOTE, ADD_TO_TABLE, CHANGE_TABLE)
 SCRIPTS = {script.sha: script.text for script in _OF_ENTRIES + _OF_TABLES}
 
