@@ -37,10 +37,10 @@ IDLE_WAIT_S = 0.01
 
 # While requests decode and other loads are under way, ended loads are answered in groups: a step that also computes the
 # last tokens of newcomers takes an engine several times as long as one that only decodes, for one newcomer or for ten.
-# GROUP_STEPS times the longest step since the last group pass before the next one, but at most GROUP_MAX_S. Beside 16
+# GROUP_STEPS times the longest step since the last group pass before the next one, but at most `longest_s`. Beside 16
 # loads of 12,000 tokens, 16 decoding requests got 45 tokens a second instead of 33, and the loads' requests had their
 # first tokens no later (one H200, means of five in turns; results/gpu/under_load_groups.json).
-GROUP_STEPS, GROUP_MAX_S = 2, 0.1
+GROUP_STEPS = 2
 
 Clock = Callable[[], float]
 
@@ -335,9 +335,10 @@ class SchedulerBridge:
 
 
 class AnswerPace:
-    """Time between groups of answered loads, by the time between polls, which is that of a step."""
+    """Time between groups of answers, at most `longest_s`, by the time between polls, which is that of a step."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, longest_s: float, clock: Clock = time.monotonic) -> None:
+        self._longest_s = longest_s
         self._clock = clock
         self._polled_s, self._answered_s = clock(), -math.inf
         self._step_s = 0.0  # the longest since the last group
@@ -348,8 +349,8 @@ class AnswerPace:
         now_s = self._clock()
         self._step_s = max(self._step_s, now_s - self._polled_s)
         self._polled_s = now_s
-        longest_s = max(self._step_s, self._step_before_s)
-        return now_s - self._answered_s >= min(GROUP_STEPS * longest_s, GROUP_MAX_S)
+        apart_s = GROUP_STEPS * max(self._step_s, self._step_before_s)
+        return now_s - self._answered_s >= min(apart_s, self._longest_s)
 
     def answered(self) -> None:
         """Note that a group is answered in this poll."""
@@ -360,13 +361,13 @@ class AnswerPace:
 class WorkerBridge:
     """Carries out steps in one worker. Answers every load exactly once; a fault is a failed load."""
 
-    def __init__(self, transfer: Transfer, shape: BlockShape, faults: Faults, clock: Clock = time.monotonic) -> None:
+    def __init__(self, transfer: Transfer, shape: BlockShape, faults: Faults, pace: AnswerPace) -> None:
         self._transfer = transfer
         self._shape = shape
         self._faults = faults
         self._waiting: set[str] = set()
         self._is_idle = self._waits_for_room = self._decodes = False
-        self._pace = AnswerPace(clock)
+        self._pace = pace
         self._answers: list[LoadDone] = []
         self._saves: list[SaveDone] = []
         self._timings: list[tuple[int, float]] = []

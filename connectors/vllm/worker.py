@@ -18,7 +18,7 @@ import torch
 
 from kvtier.build import Work, open_transfer
 from kvtier.config.settings import Settings
-from kvtier.connectors.bridge import Step, WorkerBridge
+from kvtier.connectors.bridge import AnswerPace, Step, WorkerBridge
 from kvtier.connectors.faults import Faults
 from kvtier.connectors.tracked_request import BlockShape
 from kvtier.connectors.vllm import platform
@@ -79,7 +79,8 @@ class WorkerHalf:
         self._figures = RankReport(transfer, is_first_rank=self._rank == 0).take
         self._cost = transfer.cost
         chunk_shape = BlockShape(self._settings.chunk_tokens, self._pages.pages.block_tokens)
-        self._bridge = WorkerBridge(transfer, chunk_shape, self._faults)
+        pace = AnswerPace(self._settings.queues.load_group_s)
+        self._bridge = WorkerBridge(transfer, chunk_shape, self._faults, pace)
         if before is not None:
             self._bridge.take_over(before)
         atexit.register(self.close)  # an engine in the caller's own process is not always shut down

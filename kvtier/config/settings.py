@@ -150,12 +150,14 @@ class IoSettings(BaseModel):
 class QueueSettings(BaseModel):
     """Bounds of the queues between the engine and the storage (I4). save_chunks_max None: as many chunks as the memory
     for saves has slots. shared_load_wait_s: longest wait for another request's load of the same chunks; 0: each request
-    loads by itself."""
+    loads by itself. load_group_s: longest time between groups of requests that begin after their loads, beside requests
+    that decode; 0: each begins at once."""
 
     model_config = FROZEN
     save_chunks_max: Count | None = None
     load_requests_max: Count = 256
     shared_load_wait_s: SecondsOrZero = 5.0
+    load_group_s: SecondsOrZero = 0.1
     save_threads: Annotated[Count, Field(le=64)] = 2
     load_threads: Annotated[Count, Field(le=64)] = 2
 

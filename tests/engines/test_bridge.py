@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from kvtier.connectors.bridge import ANSWER_GOOD_S, IDLE_WAIT_S, SchedulerBridge, Step, WorkerBridge
+from kvtier.connectors.bridge import ANSWER_GOOD_S, IDLE_WAIT_S, AnswerPace, SchedulerBridge, Step, WorkerBridge
 from kvtier.connectors.faults import Faults, contains_faults
 from kvtier.connectors.lookup_deadline import TURNS_MAX
 from kvtier.connectors.tracked_request import BlockShape, RequestView
@@ -347,7 +347,7 @@ def load_plan(request_id: str = "r", first_token: int = 32) -> LoadPlan:
 
 def worker() -> tuple[WorkerBridge, FakeTransfer]:
     transfer = FakeTransfer()
-    return WorkerBridge(transfer, SHAPE, Faults()), transfer  # type: ignore[arg-type]
+    return WorkerBridge(transfer, SHAPE, Faults(), AnswerPace(0.1)), transfer  # type: ignore[arg-type]
 
 
 def test_every_load_is_answered_once() -> None:
@@ -364,10 +364,11 @@ def test_every_load_is_answered_once() -> None:
 class Loading:
     """Loads under way in a worker whose steps take the times that `step` is told."""
 
-    def __init__(self, *request_ids: str) -> None:
+    def __init__(self, *request_ids: str, longest_s: float = 0.1) -> None:
         self.now_s = 100.0
         self._transfer = FakeTransfer()
-        self._bridge = WorkerBridge(self._transfer, SHAPE, Faults(), lambda: self.now_s)  # type: ignore[arg-type]
+        pace = AnswerPace(longest_s, lambda: self.now_s)
+        self._bridge = WorkerBridge(self._transfer, SHAPE, Faults(), pace)  # type: ignore[arg-type]
         self._bridge.start_loads(Step(loads=tuple(map(load_plan, request_ids))))
 
     def step(self, seconds: float, *ended: str, decodes: bool = True) -> list[str]:
@@ -397,6 +398,12 @@ def test_answers_wait_at_most_for_so_long() -> None:
     assert loading.step(1.0, "a") == ["a"]
     assert loading.step(0.09, "b") == []
     assert loading.step(0.01) == ["b"]
+
+
+def test_answers_need_not_wait() -> None:
+    loading = Loading(*"abc", longest_s=0.0)
+    assert loading.step(0.04, "a") == ["a"]
+    assert loading.step(0.01, "b") == ["b"]
 
 
 def test_answers_wait_only_beside_decoding_requests() -> None:

@@ -14,7 +14,7 @@ from kvtier.codecs.base import slab_bytes
 from kvtier.codecs.raw import RawCodec
 from kvtier.config.index import BreakerSettings
 from kvtier.config.settings import Admit
-from kvtier.connectors.bridge import SchedulerBridge, WorkerBridge
+from kvtier.connectors.bridge import AnswerPace, SchedulerBridge, WorkerBridge
 from kvtier.connectors.faults import Faults
 from kvtier.connectors.tracked_request import BlockShape
 from kvtier.errors import ConfigError, KVTierError
@@ -133,7 +133,8 @@ class EngineProcess:
         self.pages = [Pages(share, N_BLOCKS) for share in self.shares]
         self.transfers = [self._open_transfer(n, rng) for n in range(len(self.shares))]
         self.ranks = [
-            WorkerBridge(transfer, shape, StrictFaults(place), self._monotonic) for transfer in self.transfers
+            WorkerBridge(transfer, shape, StrictFaults(place), AnswerPace(0.1, self._monotonic))
+            for transfer in self.transfers
         ]
 
     @property
