@@ -238,14 +238,16 @@ class Checks:
         """Segments never take more than the budget, but for `late_bytes`: what writes that outlived their deadline, or
         their writer's lease, may add to segments that were cut meanwhile, until the next sweep measures them again. (A
         namespace's file of a few hundred bytes is in no budget.) Where files are away for a while, those of a removed
-        set may come back after the note of it has expired, or was lost with the index: the next sweep takes them in or
-        removes them."""
+        set may come back after the note of it has expired, or was lost with the index. So may those without a record in
+        the index, of a set that was closed, and measured, meanwhile. The next sweep takes them in or removes them."""
         place = self._place
-        known = {info.set_id for info in place.index.real.sets()}
+        index = place.index.real
+        open_sets = {info.set_id for info in index.sets() if info.is_open}
+        recorded = {(info.set_id, location.part) for info in index.sets() for _, location in index.members(info.set_id)}
         came_back = sum(
             path.stat().st_blocks * 512
             for path, at in place.disk.segments()
-            if at in place.disk.away and at[0] not in known
+            if at in place.disk.away and at[0] not in open_sets and at not in recorded
         )
         taken_bytes = place.disk.segments_bytes() - came_back
         if taken_bytes > place.capacity_bytes + late_bytes:
