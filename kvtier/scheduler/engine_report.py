@@ -25,7 +25,7 @@ from kvtier.errors import Corrupt
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics, summed
 from kvtier.runtime.versions import installed
-from kvtier.scheduler.load_threshold import PREFILL_TOKENS_MIN, running_mean
+from kvtier.scheduler.load_threshold import PREFILL_TOKENS_MIN, RecentMedian
 
 NOTE_PREFIX = "worker/"
 REPORT_BYTES_MAX = 16 << 10
@@ -220,6 +220,7 @@ class Reporter:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._seen = _EngineFigures()
+        self._prefills = RecentMedian()
         self._started_s = clock()
         self._last_s = self._started_s
         self._last_counters: Mapping[str, float] = {}
@@ -248,7 +249,7 @@ class Reporter:
         """Record a step of the engine that computed `tokens` tokens over all requests."""
         if tokens >= PREFILL_TOKENS_MIN and seconds > 0:
             with self._lock:
-                self._seen.prefill_token_s = running_mean(self._seen.prefill_token_s, seconds / tokens)
+                self._seen.prefill_token_s = self._prefills.add(seconds / tokens)
                 self._count_loads()
 
     def expect(self, prefill_token_s: float) -> None:

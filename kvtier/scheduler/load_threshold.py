@@ -13,8 +13,10 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from statistics import median_low
 
 UNMEASURED_MIN_TOKENS = 256
 NEVER = 1 << 62  # min_tokens where storage is slower than computing at any length
@@ -22,7 +24,8 @@ NEVER = 1 << 62  # min_tokens where storage is slower than computing at any leng
 # Steps of fewer tokens are bound by reading the weights. They measure the time of a step, not that of a token.
 PREFILL_TOKENS_MIN = 512
 STEP_TOKENS_MAX = 64  # largest step whose time counts as that of a step without prefill, tokens
-EMA_ALPHA = 0.2  # weight of a new observation in the running mean
+EMA_ALPHA = 0.2  # weight of a new observation in the running fit of loads
+RECENT_STEPS = 9  # steps whose median counts as the time of a step
 STEP_S = 0.01  # time of a step until one was measured, seconds
 # Expected errors of the calibrated costs, seconds and seconds per token: calibration does not see a load's way through
 # the engine. They attribute the delay of a load to one cost or the other until short and long loads were measured.
@@ -88,6 +91,22 @@ class _Fit:
         return (self.ut * vv - self.vt * self.uv) / scale, (self.vt * uu - self.ut * self.uv) / scale
 
 
+class RecentMedian:
+    """Median of the last observations.
+
+    A step that compiles a kernel, as the first one with log probabilities does, takes seconds. In a running mean it
+    counted for dozens of steps, in which hits were loaded that are quicker to compute.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+
+    def add(self, observed: float) -> float:
+        """Add an observation and return the median; of two, the lower one."""
+        self._recent.append(observed)
+        return median_low(self._recent)
+
+
 class BreakEven:
     """Shortest hit that is loaded, by the costs of loads and prefills. Thread-safe.
 
@@ -103,6 +122,7 @@ class BreakEven:
         self._seen_s = clock()
         self._token_s: float | None = None
         self._step_s = STEP_S
+        self._prefills, self._steps = RecentMedian(), RecentMedian()
         self._expected_token_s: float | None = None
         self._is_calibrated = False
         self._lock = threading.Lock()
@@ -132,9 +152,9 @@ class BreakEven:
             return
         with self._lock:
             if tokens >= PREFILL_TOKENS_MIN:
-                self._token_s = running_mean(self._token_s, seconds / tokens)
+                self._token_s = self._prefills.add(seconds / tokens)
             elif tokens <= STEP_TOKENS_MAX:
-                self._step_s = running_mean(self._step_s, seconds)
+                self._step_s = self._steps.add(seconds)
 
     def saw_load(self, tokens: int, seconds: float) -> None:
         """Record a load of `tokens` tokens; seconds: from the request to its end."""
@@ -190,8 +210,3 @@ class FixedLimit(BreakEven):
 
     def costs(self) -> Costs | None:
         return None
-
-
-def running_mean(old: float | None, new: float) -> float:
-    """Return the exponential moving mean. old: None for the first observation."""
-    return new if old is None else old + EMA_ALPHA * (new - old)
