@@ -89,10 +89,15 @@ class ReadBack:
             over, all their records are added, also those that the index refused to the writer.
         """
         try:
-            return self._read_set(files, set_id, parts, faults, progress, settled)
-        except HeldUp as fault:
-            faults.update({part: fault for part in parts if part not in faults})
-            return 0
+            while True:
+                left = [part for part in parts if part not in faults]
+                try:
+                    return self._read_set(files, set_id, left, faults, progress, settled)
+                except HeldUp as fault:
+                    if faults.keys().isdisjoint(left):
+                        faults.update(dict.fromkeys(left, fault))
+                        return 0
+                    # A part may have failed late, and would do so each time: the others are read again without it.
         finally:
             files.close()
 

@@ -64,6 +64,33 @@ def test_a_segment_that_fails_late_holds_up_no_other_set(tmp_path: Path, monkeyp
     assert rebuilt is not None and len(rebuilt.unreadable) == 1 and rebuilt.records == 4
 
 
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_segment_that_fails_late_holds_up_no_other_of_its_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: int
+) -> None:
+    """The rest of its set was called held up each time."""
+    saved_by_another(tmp_path, TOKENS, BLOCKS, changes={"io": {"stripes": 2}})
+    index = opened(tmp_path)
+    clock = StallingClock(time.time())
+    keeper = Housekeeper(index, tmp_path / "v2", "me", clock)
+    (info,) = index.sets()
+    of_part = {part: [m for m in index.members(info.set_id) if m[1].part == part] for part in (0, 1)}
+    for key, location in of_part[1 - fails]:
+        index.retract(key, location)
+    read = SegmentFiles._open_file
+
+    def fail_late(self: SegmentFiles, name: tuple[int, int]) -> object:
+        if name[1] == fails:
+            clock.stall()
+            raise TierUnavailable("Input/output error")
+        return read(self, name)
+
+    monkeypatch.setattr(SegmentFiles, "_open_file", fail_late)
+    rebuilt = keeper.rebuild()
+    assert rebuilt is not None and len(rebuilt.unreadable) == 1
+    assert rebuilt.records == len(of_part[1 - fails]) > 0
+
+
 def open_segments() -> list[str]:
     found = []
     for fd in os.listdir("/proc/self/fd"):
