@@ -37,9 +37,10 @@ IDLE_WAIT_S = 0.01
 
 # While requests decode and other loads are under way, ended loads are answered in groups: a step that also computes the
 # last tokens of newcomers takes an engine several times as long as one that only decodes, for one newcomer or for ten.
-# GROUP_STEPS times the longest step since the last group pass before the next one, but at most `longest_s`. Beside 16
-# loads of 12,000 tokens, 16 decoding requests got 45 tokens a second instead of 33, and the loads' requests had their
-# first tokens no later (one H200, means of five in turns; results/gpu/under_load_groups.json).
+# Two groups are GROUP_STEPS times as far apart as the longest step since the last group but one took, and at most
+# `longest_s`. Beside 16 loads of 12,000 tokens, 16 decoding requests got 45 tokens a second instead of 33, and the
+# requests of the loads had their first tokens no later (one H200, means of five in turns;
+# results/gpu/under_load_groups.json).
 GROUP_STEPS = 2
 
 Clock = Callable[[], float]
