@@ -336,7 +336,7 @@ class SchedulerBridge:
 
 
 class AnswerPace:
-    """Time between groups of answers, at most `longest_s`, by the time between polls, which is that of a step."""
+    """Time between groups of answers beside decoding requests, at most `longest_s`."""
 
     def __init__(self, longest_s: float, clock: Clock = time.monotonic) -> None:
         self._longest_s = longest_s
@@ -345,10 +345,13 @@ class AnswerPace:
         self._step_s = 0.0  # the longest since the last group
         self._step_before_s = 0.0  # the longest between the last two groups
 
-    def is_due(self) -> bool:
-        """Note a poll, and return whether answers need not wait any longer."""
+    def polled(self, decodes: bool) -> bool:
+        """Note the end of a step, in which requests decoded or not. Return False if answers are to wait."""
         now_s = self._clock()
-        self._step_s = max(self._step_s, now_s - self._polled_s)
+        if decodes:
+            self._step_s = max(self._step_s, now_s - self._polled_s)
+        else:
+            self._step_s = self._step_before_s = 0.0
         self._polled_s = now_s
         apart_s = GROUP_STEPS * max(self._step_s, self._step_before_s)
         return now_s - self._answered_s >= min(apart_s, self._longest_s)
@@ -409,8 +412,8 @@ class WorkerBridge:
             if done.request_id in self._waiting:
                 self._waiting.remove(done.request_id)
                 self._answers.append(done)
-        is_due = self._pace.is_due()
-        if not self._answers or (self._decodes and self._waiting and not is_due):
+        is_due = self._pace.polled(self._decodes)
+        if not self._answers or (self._waiting and not is_due):
             return []
         self._pace.answered()
         answers, self._answers = self._answers, []

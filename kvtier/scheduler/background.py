@@ -404,11 +404,13 @@ class Keeper:
         evicted = self._evictor.make_room(need, capacity_bytes)
         self._note_evicted()
         set_id = None if evicted is None else self._add_set(need, namespace, now)
-        added = replace(need, n_bytes=0)
-        if set_id is not None and (self._index.was_reset or not self._evictor.fits(added, capacity_bytes)):
+        is_lost, added = set_id is not None and self._index.was_reset, replace(need, n_bytes=0)
+        if set_id is not None and (is_lost or not self._evictor.fits(added, capacity_bytes)):
             self._index.remove_set(set_id)
             self._done_with.to_drop.remove(set_id)
             set_id = None
+        if is_lost:
+            return False
         if evicted is None and self._evictor.waits_for_space(need, capacity_bytes):
             return False
         if set_id is None:

@@ -407,9 +407,11 @@ def test_answers_need_not_wait() -> None:
 
 
 def test_answers_wait_only_beside_decoding_requests() -> None:
-    loading = Loading(*"abc")
+    loading = Loading(*"abcd")
     assert loading.step(0.04, "a") == ["a"]
     assert loading.step(0.01, "b", decodes=False) == ["b"]
+    assert loading.step(3600.0, decodes=False) == []  # the engine has nothing to do
+    assert loading.step(0.01, "c") == ["c"]
 
 
 def test_a_request_may_load_again_later() -> None:
