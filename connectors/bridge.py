@@ -37,9 +37,9 @@ IDLE_WAIT_S = 0.01
 
 # While requests decode and other loads are under way, ended loads are answered in groups: a step that also computes the
 # last tokens of newcomers takes an engine several times as long as one that only decodes, for one newcomer or for ten.
-# Two groups are GROUP_STEPS times as far apart as the longest step since the last group but one took, and at most
-# `longest_s`. Beside 16 loads of 12,000 tokens, 16 decoding requests got 45 tokens a second instead of 33, and the
-# requests of the loads had their first tokens no later (one H200, means of five in turns;
+# The time between two groups is GROUP_STEPS times that of the longest step since the last group but one, and at most
+# queues.load_group_s. Beside 16 loads of 12,000 tokens, 16 decoding requests got 45 tokens a second instead of 33, and
+# the requests of the loads had their first tokens no later (one H200, means of five in turns;
 # results/gpu/under_load_groups.json).
 GROUP_STEPS = 2
 
@@ -346,7 +346,7 @@ class AnswerPace:
         self._step_before_s = 0.0  # the longest between the last two groups
 
     def polled(self, decodes: bool) -> bool:
-        """Note the end of a step, in which requests decoded or not. Return False if answers are to wait."""
+        """Note the end of a step. Return False if answers wait for the next group. decodes: requests decoded in it."""
         now_s = self._clock()
         if decodes:
             self._step_s = max(self._step_s, now_s - self._polled_s)
@@ -357,7 +357,7 @@ class AnswerPace:
         return now_s - self._answered_s >= min(apart_s, self._longest_s)
 
     def answered(self) -> None:
-        """Note that a group is answered in this poll."""
+        """Note that this poll returns a group of answers."""
         self._answered_s = self._polled_s
         self._step_before_s, self._step_s = self._step_s, 0.0
 
@@ -421,7 +421,6 @@ class WorkerBridge:
 
     def take_over(self, before: WorkerBridge) -> None:
         """Return the answers of a closed bridge with the next ones: the engine still waits for them."""
-        before._decodes = False
         self._answers += before.poll()
         self._saves += before.take_saves()
 
@@ -441,7 +440,8 @@ class WorkerBridge:
         return timings
 
     def close(self, drain_s: float) -> None:
-        """Wait at most `drain_s` for saves under way, then stop."""
+        """Wait at most `drain_s` for saves under way, then stop. The next poll returns all answers."""
+        self._decodes = False
         with self._faults.contained("draining saves"):
             self._transfer.drain(drain_s)
         with self._faults.contained("closing the transfer"):

@@ -132,13 +132,12 @@ class SchedulerHalf:
     def build_step(self, scheduled: Any) -> StepMetadata:
         """Return the workers' work of this step. Must be called before vLLM counts the step's tokens as computed."""
         self._advance(scheduled)
-        rewritten, decodes = None, False
+        rewritten = None
         with self._faults.contained("reading a step's blocks"):
             rewritten = rewritten_blocks(scheduled)
-            decodes = any(scheduled.scheduled_cached_reqs.num_output_tokens)
         self._n_steps += 1
         is_idle = not scheduled.total_num_scheduled_tokens
-        return StepMetadata(self._bridge.take_step(is_idle, rewritten, decodes), self._n_steps)
+        return StepMetadata(self._bridge.take_step(is_idle, rewritten, requests_decode(scheduled)), self._n_steps)
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> None:
         """Note the end of a request, for any reason; its blocks are free from the next step on, after that step's
@@ -318,6 +317,12 @@ def rewritten_blocks(scheduled: Any) -> frozenset[int]:
     zeroed = getattr(scheduled, "new_block_ids_to_zero", None) or ()
     copies = getattr(scheduled, "kv_cache_block_copies", None) or ()
     return frozenset(zeroed) | {copy.dst_block_id for copy in copies}
+
+
+def requests_decode(scheduled: Any) -> bool:
+    """Return True if a request decodes in a step; False also if vLLM does not tell."""
+    running = getattr(scheduled, "scheduled_cached_reqs", None)
+    return any(getattr(running, "num_output_tokens", ()))
 
 
 def _computed_tokens(scheduled: Any) -> list[tuple[str, int]]:

@@ -368,16 +368,16 @@ class Loading:
         self.now_s = 100.0
         self._transfer = FakeTransfer()
         pace = AnswerPace(longest_s, lambda: self.now_s)
-        self._bridge = WorkerBridge(self._transfer, SHAPE, Faults(), pace)  # type: ignore[arg-type]
-        self._bridge.start_loads(Step(loads=tuple(map(load_plan, request_ids))))
+        self.bridge = WorkerBridge(self._transfer, SHAPE, Faults(), pace)  # type: ignore[arg-type]
+        self.bridge.start_loads(Step(loads=tuple(map(load_plan, request_ids))))
 
     def step(self, seconds: float, *ended: str, decodes: bool = True) -> list[str]:
         """Return the requests that are answered in a step, in which some loads end."""
-        self._bridge.before_forward(Step(decodes=decodes))
+        self.bridge.before_forward(Step(decodes=decodes))
         self.now_s += seconds
         for request_id in ended:
             self._transfer.answer(request_id)
-        return [done.request_id for done in self._bridge.poll()]
+        return [done.request_id for done in self.bridge.poll()]
 
 
 def test_loads_that_end_beside_decoding_requests_are_answered_in_groups() -> None:
@@ -474,6 +474,14 @@ def test_the_bridge_of_a_new_kv_cache_answers_for_the_earlier_one() -> None:
     transfer.progress = transfer.progress._replace(saves=[done])
     bridge.take_over(before)
     assert bridge.poll() == [LoadDone("r", frozenset({5}))] and bridge.take_saves() == [done]
+
+
+def test_a_closed_bridge_holds_no_answers_back() -> None:
+    loading, (bridge, _) = Loading(*"abc"), worker()
+    assert loading.step(0.04, "a") == ["a"] and loading.step(0.01, "b") == []
+    loading.bridge.close(0.0)
+    bridge.take_over(loading.bridge)
+    assert [done.request_id for done in bridge.poll()] == ["b"]
 
 
 class Broken:

@@ -89,9 +89,7 @@ def blocks(ids: Any, first: Any = None) -> Any:
 
 
 def output(new: list[Any], scheduled: dict[str, int], cached: Any = None, **more: Any) -> Any:
-    none = SimpleNamespace(
-        req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set(), num_output_tokens=[]
-    )
+    none = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
     return SimpleNamespace(
         scheduled_new_reqs=new,
         scheduled_cached_reqs=cached or none,
@@ -502,10 +500,9 @@ def test_a_table_that_lost_a_piece_is_not_used() -> None:
     scene = Scene()
     request = scene.ask()
     scene.step(request, 0, 20)
-    more = SimpleNamespace(req_ids=["r"], resumed_req_ids=set(), num_output_tokens=[0])
-    more.new_block_ids, more.num_computed_tokens = [object()], [20]
-    scene.half.build_step(output([], {"r": 50}, more))
-    more.new_block_ids, more.num_computed_tokens = [([14, 15],)], [70]
+    added = SimpleNamespace(req_ids=["r"], new_block_ids=[object()], num_computed_tokens=[20], resumed_req_ids=set())
+    scene.half.build_step(output([], {"r": 50}, added))
+    more = SimpleNamespace(req_ids=["r"], new_block_ids=[([14, 15],)], num_computed_tokens=[70], resumed_req_ids=set())
     assert scene.half.build_step(output([], {"r": 60}, more)).step.after is None
     assert scene.half._faults.take() == 1
 
