@@ -13,6 +13,7 @@ tests/root/test_open_root (the place that they name) and tests/engines/test_refu
 """
 
 import ctypes
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from kvtier.maintenance.scrub import Finding
 from kvtier.storage.segments import segment_name
 from kvtier.worker.read_plan import place_in_file
 from kvtier.worker.transfer import TIDY_INTERVAL_S
+from tests.simulation.disk import Segment
 from tests.simulation.engine import JOBS_MAX, EngineProcess
 from tests.simulation.own_thread import for_own_thread
 from tests.simulation.place import Place
@@ -238,20 +240,29 @@ class Checks:
         """Segments never take more than the budget, but for `late_bytes`: what writes that outlived their deadline, or
         their writer's lease, may add to segments that were cut meanwhile, until the next sweep measures them again. (A
         namespace's file of a few hundred bytes is in no budget.) Where files are away for a while, those of a removed
-        set may come back after the note of it has expired, or was lost with the index. So may those without a record in
-        the index, of a set that was closed, and measured, meanwhile. The next sweep takes them in or removes them."""
+        set may come back after the note of it has expired, or was lost with the index. The index may book too little
+        for a set that was closed, and so measured, while files without a record were away. The next sweep counts or
+        removes them."""
         place = self._place
-        index = place.index.real
-        open_sets = {info.set_id for info in index.sets() if info.is_open}
-        recorded = {(info.set_id, location.part) for info in index.sets() for _, location in index.members(info.set_id)}
-        came_back = sum(
-            path.stat().st_blocks * 512
-            for path, at in place.disk.segments()
-            if at in place.disk.away and at[0] not in open_sets and at not in recorded
-        )
+        known = {info.set_id: info for info in place.index.real.sets()}
+        files: defaultdict[int, dict[Segment, int]] = defaultdict(dict)
+        for path, at in place.disk.segments():
+            files[at[0]][at] = path.stat().st_blocks * 512
+        came_back = sum(self._came_back(known.get(set_id), of_set) for set_id, of_set in files.items())
         taken_bytes = place.disk.segments_bytes() - came_back
         if taken_bytes > place.capacity_bytes + late_bytes:
             self._violate(f"segments take {taken_bytes} bytes of {place.capacity_bytes}")
+
+    def _came_back(self, info: SetInfo | None, files: dict[Segment, int]) -> int:
+        """Return the bytes of files of a set that were away, as far as the index does not count them."""
+        away = {at: n_bytes for at, n_bytes in files.items() if at in self._place.disk.away}
+        if info is None:
+            return sum(away.values())
+        if info.is_open:
+            return 0
+        recorded = {location.part for _, location in self._place.index.real.members(info.set_id)}
+        unseen = sum(n_bytes for (_, part), n_bytes in away.items() if part not in recorded)
+        return max(0, min(unseen, sum(files.values()) - info.n_bytes))
 
     # --- at the end ---
 
