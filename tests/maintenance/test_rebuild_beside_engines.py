@@ -1,5 +1,5 @@
-"""A lost index that another engine reads back, or had begun to when it was killed, lists only some of the root's sets.
-The other engines made sets by their sum, and exceeded capacity_bytes; what there was before them was evicted then."""
+"""An index that was lost lists only some of the root's sets while an engine reads them back, and after that engine was
+killed. Other engines made sets by the sum of these, and exceeded capacity_bytes; the older sets were evicted then."""
 
 import shutil
 from collections.abc import Callable, Iterator
