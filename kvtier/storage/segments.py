@@ -352,14 +352,18 @@ class SegmentFolders:
             _folders.add(self)
 
     def __call__(self, namespace: bytes) -> SegmentFiles:
-        with self._lock:
-            known = self._known.get(namespace)
+        known = self.if_known(namespace)
         if known is not None:
             return known
         self._check(namespace)
         with self._lock:
             made = self._make(self._folder / namespace.hex(), flushes=self.sharing.flushes, submit=self.submit)
             return self._known.setdefault(namespace, made)
+
+    def if_known(self, namespace: bytes) -> SegmentFiles | None:
+        """Return the segments of a namespace that was used before; None otherwise. Does not wait."""
+        with self._lock:
+            return self._known.get(namespace)
 
     def open_sets(self) -> set[int]:
         return {set_id for files in self.made() for set_id in files.open_sets()}

@@ -341,12 +341,17 @@ class ChunkLoader:
             self._release([fetch])
 
     def _open(self, fetches: Sequence[Fetch]) -> None:
-        """Let the pool open the segments of chunks of one load and one set, and submit their reads, in order."""
+        """Submit the reads of chunks of one load and one set, in order. Unless their segments are open, the pool opens
+        them first."""
         self.set_state(fetches, State.OPENING)
         held = HeldSegments(fetches[0].namespace, len(fetches), is_anew=fetches[0].was_reread)
         for fetch in fetches:
             fetch.held = held
-        self._pool.add(partial(self._submit_reads, fetches, held), partial(self._opened, fetches))
+        reads = None if held.is_anew else self.reader.begin_at_once(self._targets(fetches), held)
+        if reads is None:
+            self._pool.add(partial(self._submit_reads, fetches, held), partial(self._opened, fetches))
+        else:
+            self._opened(fetches, self._reads_of(fetches, reads))
 
     def _open_again(self, fetch: Fetch) -> None:
         self._release([fetch])
@@ -362,10 +367,16 @@ class ChunkLoader:
     def _submit_reads(self, fetches: Sequence[Fetch], held: HeldSegments) -> list[FileReads | Exception | None]:
         """Submit the reads, on a thread of the pool. Return the result of each chunk, and None for those after the
         first that failed: most often they fail like it, and their load ends there."""
-        chunks = []
-        for fetch in fetches:
-            chunks.append((fetch.chunk, fetch.slot if self._landing is None else fetch.host_slot))
-        results = self.reader.begin(chunks, held)
+        return self._reads_of(fetches, self.reader.begin(self._targets(fetches), held))
+
+    def _targets(self, fetches: Sequence[Fetch]) -> list[tuple[LoadChunk, int]]:
+        """Return the chunks, and the slots that they are read into."""
+        return [(fetch.chunk, fetch.slot if self._landing is None else fetch.host_slot) for fetch in fetches]
+
+    def _reads_of(
+        self, fetches: Sequence[Fetch], results: Sequence[FileReads | Exception]
+    ) -> list[FileReads | Exception | None]:
+        """Note the reads of the chunks; return a result for each: None for those after the last of `results`."""
         for fetch, result in zip(fetches, results, strict=False):
             if isinstance(result, FileReads):
                 fetch.reads = result

@@ -36,6 +36,7 @@ from kvtier.worker.record_reader import FetchFailed, SegmentGone
 WINDOW_BYTES = 2 << 30
 WINDOW_MIN, WINDOW_MAX = 8, 256
 TOGETHER_MAX = 64  # chunks that are verified or scattered in one launch on a device
+BEGUN_MAX = 64  # chunks that are begun in a turn, unless one step begins more: what has arrived meanwhile waits for it
 # Most chunks, and most bytes, of one scatter on the CPU, where the loop itself moves them: 8 MiB take 2 ms, but a codec
 # may be slower.
 MOVED_MAX, MOVED_BYTES = 8, 8 << 20
@@ -147,9 +148,10 @@ class Loader:
         deadline_s = min(map(_deadline_of, loads))
         if deadline_s <= self._worker.clock():
             has_moved |= self._expire()
-        if any(map(_waiting_of, loads)) and self._begin():
-            has_moved = True
-            goes_on |= bool(verified or suspect)  # a load may have joined one of these chunks
+        if any(map(_waiting_of, loads)):
+            has_begun, is_more = self._begin()
+            has_moved |= has_begun
+            goes_on |= is_more or (has_begun and bool(verified or suspect))  # a load may have joined one of these
         if not all(map(_n_pending_of, loads)):
             self._answer_ended()
             has_moved = True
@@ -252,9 +254,10 @@ class Loader:
         for load in self.work:
             self._cut(load, 0, FetchFailed("the worker is closed"))
 
-    def _begin(self) -> bool:
-        """Begin chunks of the loads in their order, as many as the window and the arena have room for."""
-        has_moved, is_full = False, False
+    def _begin(self) -> tuple[bool, bool]:
+        """Begin chunks of the loads in their order, as many as the window and the arena have room for, up to BEGUN_MAX.
+        Return (whether any was begun, whether there may be room for more)."""
+        n_begun, has_moved, is_full = 0, False, False
         held_up = self._held_up() if len(self.work) > 1 else set()
         for load in self.work:
             while load.waiting:
@@ -263,14 +266,18 @@ class Loader:
                 if fetch is not None:
                     load.waiting.pop()
                     self._join(fetch, part)
-                elif is_full or load in held_up or not self._begin_some(load):
+                elif is_full or load in held_up or not (n_more := self._begin_some(load)):
                     is_full |= load not in held_up  # others may still join what is under way
                     break
+                else:
+                    n_begun += n_more
                 has_moved = True
-        return has_moved
+                if n_begun >= BEGUN_MAX:
+                    return True, True
+        return has_moved, False
 
-    def _begin_some(self, load: Load) -> bool:
-        """Begin the next chunks of a load, which are in no fetch. Return False if there is no room."""
+    def _begin_some(self, load: Load) -> int:
+        """Begin the next chunks of a load, which are in no fetch. Return how many: 0 if there is no room."""
         plan, room = load.plan, min(self._chunks.begun_together, self._window - len(self._fetches))
         begun: dict[bytes, Fetch] = {}
         first_set = plan.chunks[load.waiting[-1]].entry[FIRST_SET]  # if its file hangs, other sets are still opened
@@ -280,14 +287,14 @@ class Loader:
                 break
             begun[chunk.key] = Fetch(plan.namespace, chunk, [Part(load, number)])
         if not begun:
-            return False
+            return 0
         self._fetches.update(begun)  # first: `give_up` finds them if that raises
         n_begun = self._chunks.begin(list(begun.values()))
         for key in islice(begun, n_begun, None):
             del self._fetches[key]
         del load.waiting[len(load.waiting) - n_begun :]
         if n_begun:
-            return True
+            return n_begun
         self._lacks_slot = True
         if self._worker.quarantine.is_due(self._worker.clock()):
             self._pool.add(self._worker.quarantine.sweep)
@@ -295,7 +302,7 @@ class Loader:
         if self._fetches and not self.marks and n_waiting == len(self._fetches):
             # All slots are held by chunks that wait for this one: the one that was begun last gives its slot up.
             self.begin_again(next(reversed(self._fetches.values())))
-        return False
+        return 0
 
     def _held_up(self) -> set[Load]:
         """Return the loads whose next chunk has not come for long while other loads wait: they begin nothing more, and

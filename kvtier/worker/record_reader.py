@@ -1,11 +1,12 @@
 """Record reader: reads the records of chunks from segments into arena slots, checks them, and retracts those that are
 bad or gone.
 
-All of it may wait for the storage or for the index, so it runs on threads of the pool."""
+All but `begin_at_once` may wait for the storage or for the index, so it runs on threads of the pool."""
 
 import errno
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kvtier.codecs.base import slab_bytes
@@ -15,7 +16,7 @@ from kvtier.format.record import part_of, tags_in
 from kvtier.index import entry as entries
 from kvtier.index.base import Location
 from kvtier.io.base import Reader, Reads
-from kvtier.io.ring import AlignedBuffer, ReadOp
+from kvtier.io.ring import AlignedBuffer, ReadOp, Ring
 from kvtier.maintenance.record_check import Rechecks
 from kvtier.plan import LoadChunk
 from kvtier.runtime import metrics as names
@@ -34,6 +35,18 @@ class FetchFailed(Exception):
 
 class SegmentGone(FetchFailed):
     """The segment file is missing, or ends before the record."""
+
+
+class _Unusable(FetchFailed):
+    """The index names records that this worker cannot load; they are to be retracted."""
+
+    def __init__(self, why: str, records: Sequence[Location]) -> None:
+        super().__init__(why)
+        self.records = records
+
+
+class _NotOpen(Exception):
+    """A segment is not open, and opening it may wait."""
 
 
 class FileReads(NamedTuple):
@@ -100,6 +113,27 @@ class RecordReader:
         self.stuck = StuckFiles(worker.timeout_s, worker.clock)
         self._slab_bytes: dict[Extent, int | None] = {}  # of records of this model
 
+    def begin_at_once(self, chunks: Sequence[tuple[LoadChunk, int]], held: HeldSegments) -> list[FileReads] | None:
+        """Submit the reads of chunks as `begin` does, without waiting: for the loop's thread. Return None, with nothing
+        submitted, unless all segments are open and nothing is wrong; `begin` then says what is, with the same `held`.
+        """
+        files = self._worker.files.if_known(held.namespace)
+        if files is None or not isinstance(self.engine, Ring) or self.signs or self.stuck.has_any:
+            return None
+
+        def lease(key: bytes, location: Location, name: Name) -> OpenSegment:
+            segment = files.lease_at_once(*name)
+            if segment is None:
+                raise _NotOpen
+            held.segments[name] = segment
+            return segment
+
+        begun_s = self._worker.clock()
+        try:
+            return self._submit([self._prepare(chunk, slot, held, lease) for chunk, slot in chunks], held, begun_s)
+        except (_NotOpen, FetchFailed, KVTierError):
+            return None
+
     def begin(self, chunks: Sequence[tuple[LoadChunk, int]], held: HeldSegments) -> list[FileReads | Exception]:
         """Submit the reads of chunks into their slots, in order up to the first that fails. Return the reads of each,
         then the fault of that one; fewer when the queue is full. The segments stay open until `held` is released, after
@@ -108,45 +142,54 @@ class RecordReader:
         try:
             # First, because it raises for the namespace of another worker, whose records must not be judged here.
             files = self._worker.files(held.namespace)
-            may_be_stuck = self.stuck.has_any
+            lease, may_be_stuck = partial(self._open, files, held), self.stuck.has_any
             for chunk, slot in chunks:
                 if may_be_stuck:
                     self.refuse_stuck(chunk)
-                prepared.append(self._prepare(files, chunk, slot, held))
+                prepared.append(self._prepare(chunk, slot, held, lease))
         except (FetchFailed, KVTierError, OSError) as failure:
+            for location in failure.records if isinstance(failure, _Unusable) else ():
+                self.retract(chunk.key, location)
             failed = [failure]
         if not prepared:
             return [*failed]
         try:
-            batches = self.engine.submit_each([each.ops for each in prepared])
+            reads = self._submit(prepared, held, begun_s)
         except TierUnavailable as failure:
             return [failure]
-        reads: list[FileReads | Exception] = []
+        return [*reads, *failed] if len(reads) == len(prepared) else [*reads]  # else the queue was full
+
+    def _submit(self, prepared: Sequence[_Prepared], held: HeldSegments, begun_s: float) -> list[FileReads]:
+        """Return the reads of the first chunks, as many as the queue has room for. Raises TierUnavailable if it has
+        none."""
+        reads = []
+        batches = self.engine.submit_each([each.ops for each in prepared])
         for (key, slot, sources, _, pages), batch in zip(prepared, batches, strict=False):
             reads.append(FileReads(held.namespace, key, slot, sources, batch, begun_s, pages, held.is_anew))
-        return reads + failed if len(reads) == len(prepared) else reads  # else the queue was full
+        return reads
 
-    def _prepare(self, files: SegmentFiles, chunk: LoadChunk, slot: int, held: HeldSegments) -> _Prepared:
-        """Raises FetchFailed, Corrupt, TierUnavailable."""
+    def _prepare(
+        self, chunk: LoadChunk, slot: int, held: HeldSegments, lease: Callable[[bytes, Location, Name], OpenSegment]
+    ) -> _Prepared:
+        """Raises FetchFailed, Corrupt, and what `lease` does."""
         located, _ = entries.parse(chunk.entry)
         for location in located:
             if self._slab_bytes.get(location.extent) != location.slab_bytes:
-                self._check_form(chunk.key, location)
+                self._check_form(location)
         sources = sources_of(located, self._worker.share.reads, self.arena.slot_bytes)
         if sources is None:
-            if entries.is_complete(chunk.entry):  # a complete entry keeps the chunk from being saved again
-                for location in located:  # records of different cuts overlap, so they do not fit the slot together
-                    self.retract(chunk.key, location)
-            raise FetchFailed("its records do not make up this rank's share")
+            # Records of different cuts overlap, so they do not fit the slot together. A complete entry would keep the
+            # chunk from being saved again.
+            retracted = located if entries.is_complete(chunk.entry) else ()
+            raise _Unusable("its records do not make up this rank's share", retracted)
         ops, opened = list[ReadOp](), list[tuple[OpenSegment, int]]()
         for source in sources:
             location = source.location
             name = location.set_id, part_of(location.set_id, location.rank, location.slot)
-            segment = held.segments.get(name) or self._open(files, chunk.key, location, name, held)
+            segment = held.segments.get(name) or lease(chunk.key, location, name)
             offset = segment.header.offset_of(location.slot, location.extent, location.slab_bytes)
             if offset is None:
-                self.retract(chunk.key, location)
-                raise FetchFailed(f"{place_of(location)}: that segment has no such records")
+                raise _Unusable(f"{place_of(location)}: that segment has no such records", [location])
             opened.append((segment, offset))
             ops.append(self._op(chunk.key, slot, source, segment, offset))
         if self._signer is None:
@@ -158,15 +201,15 @@ class RecordReader:
             ops.append(ReadOp(segment.fd, offset, address, PAGE_BYTES, 1, chunk.key, 0, 0, None))
         return _Prepared(chunk.key, slot, sources, ops, pages)
 
-    def _check_form(self, key: bytes, location: Location) -> None:
-        """Raise FetchFailed if records of this extent and slab size are not of this model."""
+    def _check_form(self, location: Location) -> None:
+        """Raise _Unusable if records of this extent and slab size are not of this model."""
         extent, geometry = location.extent, self._worker.geometry
         is_of_model = geometry.whole.contains(extent)
         self._slab_bytes[extent] = slab_bytes(self._worker.codec, geometry, extent) if is_of_model else None
         if self._slab_bytes[extent] != location.slab_bytes:
-            self.retract(key, location)
             what = f"slabs of {location.slab_bytes} bytes" if is_of_model else str(extent)
-            raise FetchFailed(f"{place_of(location)}: {what}: not of this {'codec' if is_of_model else 'model'}")
+            why = f"{place_of(location)}: {what}: not of this {'codec' if is_of_model else 'model'}"
+            raise _Unusable(why, [location])
 
     def refuse_stuck(self, chunk: LoadChunk) -> None:
         """Raise FetchFailed if a segment of the chunk does not answer."""
@@ -254,7 +297,7 @@ class RecordReader:
         except IndexUnavailable:
             self._worker.metrics.add(names.INDEX_ERRORS)
 
-    def _open(self, files: SegmentFiles, key: bytes, location: Location, name: Name, held: HeldSegments) -> OpenSegment:
+    def _open(self, files: SegmentFiles, held: HeldSegments, key: bytes, location: Location, name: Name) -> OpenSegment:
         with self.stuck.opening(name):
             segment = self._lease(files, key, location, name, held)
         if segment is None:
