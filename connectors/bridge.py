@@ -380,8 +380,7 @@ class WorkerBridge:
         """Call before the engine zeroes, loads into or computes on any block."""
         self._is_idle, self._waits_for_room, self._decodes = step.is_idle, step.waits_for_room, step.decodes
         self._save(step.before)
-        if not step.is_idle:
-            self._transfer.forward_begins()
+        self._transfer.step_begins(computes=not step.is_idle, decodes=step.decodes)
 
     def after_forward(self, step: Step) -> None:
         self._save(step.after)

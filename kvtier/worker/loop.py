@@ -27,8 +27,8 @@ from kvtier.worker.record_reader import FetchFailed
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.0003, 0.008  # pause after a turn in which nothing had ended; it doubles up to the maximum
 # Pause after a turn in which something ended, while QUEUED_BYTES of I/O are queued: each turn takes the interpreter
-# lock from the engine.
-QUEUED_PAUSE_S, QUEUED_BYTES = 0.004, 512 << 20
+# lock from the engine. DECODE_PAUSE_S: while requests decode.
+QUEUED_PAUSE_S, DECODE_PAUSE_S, QUEUED_BYTES = 0.004, 0.01, 512 << 20
 # While the engine launches a forward, that pause lasts until half of the I/O may have ended, at a rate that no storage
 # exceeds, or LAUNCH_PAUSE_MAX_S. Beside 16 loads of 12,000 tokens, 16 decoding requests got 1.3 times as many tokens
 # (19.4 a second instead of 14.6), and their longest gap was two thirds (140 ms); the last load ended 1 % later (one
@@ -89,7 +89,7 @@ class TransferLoop:
         self._pause_s = PAUSE_MIN_S
         # Without a lock: the engine's thread notes that its launches ended, then asks whether the loop waits for that;
         # the loop notes that it waits, then asks whether the launches go on.
-        self._is_launching = self._gives_way = False
+        self._is_launching = self._gives_way = self._decodes = False
         # All threads use these, under the lock:
         self.changed = threading.Condition()
         self.n_tasks = 0  # queued and running ones of all pools
@@ -122,9 +122,11 @@ class TransferLoop:
             for jobs in self._pools:
                 jobs.widen(min(STUCK_S, self._worker.timeout_s / 4))
 
-    def forward_begins(self) -> None:
-        """Note that the engine's thread begins to launch a forward, for which it needs the interpreter lock."""
-        self._is_launching = True
+    def step_begins(self, *, computes: bool, decodes: bool) -> None:
+        """Note that the engine begins a step. computes: its thread launches a forward, for which it needs the
+        interpreter lock. decodes: requests decode in this step."""
+        self._decodes = decodes
+        self._is_launching = computes
 
     def forward_is_launched(self) -> None:
         """Note that the engine's thread launches no forward any more. Called in each step, also in one without."""
@@ -203,11 +205,12 @@ class TransferLoop:
 
     def _give_way(self, n_bytes: int) -> None:
         """Leave the interpreter lock to the engine: the queued I/O, of so many bytes, needs no turn for now."""
-        time.sleep(QUEUED_PAUSE_S)
-        longest_s = min(LAUNCH_PAUSE_MAX_S, n_bytes / 2 / FASTEST_BYTES_S)
+        longest_s = n_bytes / 2 / FASTEST_BYTES_S
+        pause_s = min(longest_s, DECODE_PAUSE_S if self._decodes else QUEUED_PAUSE_S)
+        time.sleep(pause_s)
         with self.changed:
             self._gives_way = True
-            self.changed.wait_for(lambda: not self._is_launching, longest_s - QUEUED_PAUSE_S)
+            self.changed.wait_for(lambda: not self._is_launching, min(LAUNCH_PAUSE_MAX_S, longest_s) - pause_s)
             self._gives_way = False
 
     def _pause(self, io: Reads | None) -> None:

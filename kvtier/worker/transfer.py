@@ -116,10 +116,10 @@ class Transfer:
             for arena in arenas:
                 arena.drop(key)
 
-    def forward_begins(self) -> None:
-        """Note that the engine begins to launch a forward. Until the next `poll`, loads and saves leave the interpreter
-        lock to it while enough I/O is queued."""
-        self._loop.forward_begins()
+    def step_begins(self, *, computes: bool, decodes: bool) -> None:
+        """Note that the engine begins a step. computes: it launches a forward before the next `poll`, and until then
+        loads and saves leave the interpreter lock to it while enough I/O is queued. decodes: requests decode in it."""
+        self._loop.step_begins(computes=computes, decodes=decodes)
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
         """Return the answers since the last poll; wait at most `timeout_s` for a load to end."""

@@ -111,7 +111,7 @@ class FakeTransfer:
     def load(self, plan: LoadPlan) -> None:
         self.loads.append(plan)
 
-    def forward_begins(self) -> None:
+    def step_begins(self, *, computes: bool, decodes: bool) -> None:
         pass
 
     def poll(self, timeout_s: float = 0.0) -> Progress:

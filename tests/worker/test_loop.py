@@ -161,7 +161,7 @@ def test_no_turn_is_made_while_the_engine_launches_a_forward(
         return Turn(has_moved=True, n_bytes=QUEUED_BYTES) if part.work else Turn()
 
     part.work, part.turn = ["a chunk"], turn  # type: ignore[method-assign,misc]
-    loop.forward_begins()
+    loop.step_begins(computes=True, decodes=False)
     loop.post(None)
     wait_until(lambda: n_turns == 3, "turns although the forward goes on", 10)
     time.sleep(20 * QUEUED_PAUSE_S)
