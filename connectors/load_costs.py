@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from kvtier.scheduler.cost_history import KeptCosts
-from kvtier.scheduler.load_threshold import NEVER, PREFILL_TOKENS_MIN, BreakEven, LoadCost
+from kvtier.scheduler.load_threshold import NEVER, BreakEven, LoadCost
 
 log = logging.getLogger("kvtier")
 
@@ -36,11 +36,12 @@ class LoadCosts:
             limit.expect(kept.expected)
             self._log()
 
-    def saw_step(self, tokens: int, seconds: float) -> None:
-        """Record one step of the engine that computed `tokens` tokens."""
-        self.limit.saw_step(tokens, seconds)
-        if tokens >= PREFILL_TOKENS_MIN:
+    def saw_step(self, tokens: int, seconds: float) -> float | None:
+        """Record one step of the engine that computed `tokens` tokens. See BreakEven.saw_step."""
+        token_s = self.limit.saw_step(tokens, seconds)
+        if token_s is not None:
             self._changed()
+        return token_s
 
     def saw_load(self, tokens: int, seconds: float) -> None:
         """Record one rank's part of a load, from its submission to its end."""

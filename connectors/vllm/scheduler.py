@@ -208,8 +208,9 @@ class SchedulerHalf:
                 self._store.close()
 
     def _saw_step(self, tokens: int, seconds: float) -> None:
-        self._costs.saw_step(tokens, seconds)
-        self._store.reporter.saw_step(tokens, seconds)
+        token_s = self._costs.saw_step(tokens, seconds)
+        if token_s is not None:
+            self._store.reporter.saw_prefill(token_s)
 
     @contains_faults("counting free blocks", default=False)
     def _is_short(self, pool: Any, n_tokens: int) -> bool:

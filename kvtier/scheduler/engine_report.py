@@ -25,7 +25,6 @@ from kvtier.errors import Corrupt
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics, summed
 from kvtier.runtime.versions import installed
-from kvtier.scheduler.load_threshold import PREFILL_TOKENS_MIN, RecentMedian
 
 NOTE_PREFIX = "worker/"
 REPORT_BYTES_MAX = 16 << 10
@@ -99,7 +98,7 @@ class WorkerReport(BaseModel):
     prefill_token_s: time to compute a token, measured in the engine's own steps; None: no long prefill yet.
     capacity_bytes: of the root, by the engine's settings; None: not reported.
     ttft_saved_s: time to compute the loaded tokens, less the time of their loads, summed over loads; None: not known,
-    because neither this engine nor an earlier one like it has timed a step of PREFILL_TOKENS_MIN tokens.
+    because neither this engine nor an earlier one like it has timed a step of load_threshold.PREFILL_TOKENS_MIN tokens.
     ttft_saved_recent_s: its growth in the last `interval_s` seconds.
     """
 
@@ -220,7 +219,6 @@ class Reporter:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._seen = _EngineFigures()
-        self._prefills = RecentMedian()
         self._started_s = clock()
         self._last_s = self._started_s
         self._last_counters: Mapping[str, float] = {}
@@ -245,12 +243,11 @@ class Reporter:
             self._seen.load_s += seconds / self._about.ranks
             self._count_loads()
 
-    def saw_step(self, tokens: int, seconds: float) -> None:
-        """Record a step of the engine that computed `tokens` tokens over all requests."""
-        if tokens >= PREFILL_TOKENS_MIN and seconds > 0:
-            with self._lock:
-                self._seen.prefill_token_s = self._prefills.add(seconds / tokens)
-                self._count_loads()
+    def saw_prefill(self, token_s: float) -> None:
+        """Record a prefill. token_s: time to compute a token by the last ones (BreakEven.saw_step), seconds."""
+        with self._lock:
+            self._seen.prefill_token_s = token_s
+            self._count_loads()
 
     def expect(self, prefill_token_s: float) -> None:
         """Set the time to compute a token in an earlier engine like this one. It applies until this one has timed a

@@ -146,15 +146,18 @@ class BreakEven:
                 return None
             return Costs(self._token_s, self._prior)
 
-    def saw_step(self, tokens: int, seconds: float) -> None:
-        """Record a step of the engine that computed `tokens` tokens over all requests."""
+    def saw_step(self, tokens: int, seconds: float) -> float | None:
+        """Record a step of the engine that computed `tokens` tokens over all requests. Return the time to compute a
+        token by the last prefills, in seconds; None where this step was none."""
         if tokens <= 0 or not 0 < seconds < math.inf:
-            return
+            return None
         with self._lock:
             if tokens >= PREFILL_TOKENS_MIN:
                 self._token_s = self._prefills.add(seconds / tokens)
-            elif tokens <= STEP_TOKENS_MAX:
+                return self._token_s
+            if tokens <= STEP_TOKENS_MAX:
                 self._step_s = self._steps.add(seconds)
+            return None
 
     def saw_load(self, tokens: int, seconds: float) -> None:
         """Record a load of `tokens` tokens; seconds: from the request to its end."""

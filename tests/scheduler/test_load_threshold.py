@@ -150,9 +150,9 @@ def test_a_step_that_compiles_a_kernel_is_forgotten() -> None:
     fresh = BreakEven(cost)
     for found, before in ((fresh, 0), (usual, usual.min_tokens)):
         found.saw_step(1500, 23.0)
-        found.saw_step(1, 2.3)
+        assert found.saw_step(1, 2.3) is None
         for _ in range(2):
-            found.saw_step(1500, 0.1)
+            assert found.saw_step(1500, 0.1) == pytest.approx(0.1 / 1500)  # which a report takes for loads, too
             found.saw_step(1, 0.005)
         assert 70 < found.min_tokens < 90
         assert before in (0, found.min_tokens)
@@ -161,7 +161,7 @@ def test_a_step_that_compiles_a_kernel_is_forgotten() -> None:
 def test_nonsense_is_not_learned() -> None:
     found = BreakEven(calibrated(1e-4, 50e9, 131072))
     for tokens, seconds in ((0, 1.0), (-1, 1.0), (1000, 0.0), (1000, -1.0), (1000, float("nan")), (10, float("inf"))):
-        found.saw_step(tokens, seconds)
+        assert found.saw_step(tokens, seconds) is None
         found.saw_load(tokens, seconds)
     assert found.min_tokens == UNMEASURED_MIN_TOKENS
     assert STEP_S > 0
