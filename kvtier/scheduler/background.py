@@ -195,8 +195,8 @@ class Keeper:
             self._record_uses,
             self._limit_to_disk,
             self._make_sets,
-            self._keep_limits,
             self._sweep,
+            self._keep_limits,
         ):
             if self._is_leaving:  # close() waits for this tick, or did so for long enough
                 return
@@ -456,6 +456,7 @@ class Keeper:
         if not self._due.sweep.is_due(now) or self._index.was_reset:
             return
         if self._due.sweep.takes(now, self._housekeeper.swept_s()):
+            self._due.limits_s = 0.0  # it counts what it finds
             self._housekeeper.sweep()
 
     def _note_evicted(self) -> None:

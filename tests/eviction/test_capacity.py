@@ -1,5 +1,6 @@
 """Segment sets under one capacity: made ahead, evicted by least recent use, swept when their writer died."""
 
+import math
 import os
 import random
 import shutil
@@ -23,12 +24,13 @@ from kvtier.format.record import SegmentHeader
 from kvtier.index.base import SetInfo, writer_lease
 from kvtier.kernels.paged import PagedKV, PagedLayer
 from kvtier.maintenance.scrub import stats, verify
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import SWEPT_NOTE, Housekeeper
 from kvtier.plan import SaveOutcome
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage import segments
 from kvtier.storage.root import find_root
 from kvtier.storage.segments import SegmentFiles
+from tests.scheduler.test_slow_writers import by_hand
 from tests.support.rig import BLOCKS, TARGET, Engine, geometry, namespace, settings, shares
 from tests.waiting import wait_until
 
@@ -151,6 +153,31 @@ def test_empty_sets_of_dead_writers_and_old_orphans_go(tmp_path: Path) -> None:
     assert not orphan.exists(), "what is no segment goes"
     assert lost in {info.set_id for info in index.sets()}, "a whole segment is taken in, not thrown away"
     assert other.load(tokens_of(1), TARGET)[0] == 5
+
+
+def test_what_a_sweep_counts_beyond_the_capacity_is_evicted_in_the_same_tick(tmp_path: Path) -> None:
+    engine = tiny(tmp_path, sets=6)
+    keeper, index, capacity_bytes = by_hand(engine), engine.store._keeper._index, engine.settings.capacity_bytes
+
+    def save(numbers: range) -> None:
+        for number in numbers:
+            engine.save(tokens_of(number), BLOCKS)
+            keeper.tick()
+
+    save(range(7))
+    for info in [info for info in index.sets() if not info.is_open][:2]:  # as if these files had been away
+        index.remove_set(info.set_id)
+        for path in tmp_path.glob(f"v2/*/{info.set_id:016x}-*"):
+            os.utime(path, (1.0, 1.0))
+    save(range(7, 14))
+    index.drop_note(SWEPT_NOTE)
+    keeper._due.limits_s = math.inf
+    before_bytes = index.counts().n_bytes
+    keeper._due.sweep.want()
+    keeper.tick()
+    assert index.notes(SWEPT_NOTE, time.time()) and before_bytes <= capacity_bytes
+    assert index.counts().n_bytes <= capacity_bytes
+    assert sum(path.stat().st_blocks * 512 for path in tmp_path.glob("v2/*/*.kvseg")) <= capacity_bytes
 
 
 @contextmanager
