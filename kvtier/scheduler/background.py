@@ -367,6 +367,8 @@ class Keeper:
     def _make_sets(self, now: float) -> None:
         """Make sets for each tenant in use; when one of them is at its quota, the others go on."""
         namespace, supplies = self._epoch
+        if not any(supply.wants_set() for supply in supplies.all()):
+            return
         # A lost index lists only some of the sets until it is rebuilt. By their sum there is always room, and the
         # evictor would remove the newest sets, because they are read back first.
         if self._index.was_reset:

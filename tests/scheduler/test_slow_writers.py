@@ -1,6 +1,7 @@
 """A writer that others take for dead, or that knows of no one else's doing, is only slow: what it answers "saved" is
 there all the same, and what is no longer wanted of it is answered as failed (I1)."""
 
+import math
 import shutil
 import time
 from collections import deque
@@ -12,6 +13,7 @@ import pytest
 
 from kvtier.eviction.set_removal import Remover
 from kvtier.index.base import writer_lease
+from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.maintenance.rebuild import ReadBack
 from kvtier.maintenance.sweep_lease import SWEEP_LEASE
 from kvtier.maintenance.sweeper import CLOCK_TOLERANCE_S, ORPHAN_GRACE_S, Housekeeper
@@ -187,6 +189,28 @@ def test_an_engine_that_rebuilds_the_index_itself_does_the_same(writer: Engine, 
     assert told(writer, tokens_of(2)) == {SaveOutcome.SAVED}
     writer.close()
     assert loads(tmp_path, tokens_of(1)) == loads(tmp_path, tokens_of(2)) == 2
+
+
+def test_an_engine_that_needs_no_set_asks_once_in_a_tick_whether_the_index_is_lost(
+    writer: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time is a round trip to Redis. The duty that rebuilds the index asks anyway."""
+    keeper, asked = by_hand(writer), list[bool]()
+    keeper._due.sweep.due_s = keeper._due.limits_s = math.inf
+    was_reset = LmdbIndex.was_reset
+
+    def ask(index: LmdbIndex) -> bool:
+        asked.append(was_reset.fget(index))  # type: ignore[attr-defined]
+        return asked[-1]
+
+    monkeypatch.setattr(LmdbIndex, "was_reset", property(ask))
+    keeper.tick()
+    assert asked == [False]
+    writer.save(tokens_of(1, 5), BLOCKS)
+    assert keeper.supplies.n_unused == 0
+    asked.clear()
+    keeper.tick()
+    assert keeper.supplies.n_unused == 1 and len(asked) > 1 and not any(asked)
 
 
 def test_an_engine_gives_signs_of_life_while_it_rebuilds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
