@@ -31,7 +31,6 @@ def rebuild(path: PathArgument = None, config: ConfigOption = None, as_json: Jso
         rebuilt = _rebuild(index, root)
         removed_records = drop_lost(index)
         index.rebuilt(loss)
-        index.recount()
     if as_json:
         index_path = None if root.index_path is None else str(root.index_path)
         head = {"root": str(root.path), "index_path": index_path, "index": where}

@@ -222,11 +222,11 @@ class Index(Protocol):
         much it grew, bytes. The caller holds the lease of the sweep. Nothing to do for an index that keeps no sum."""
         return 0
 
-    def recount(self) -> None:
-        """Make `counts().chunks` and `records` those of `entries` again, where entries or their counts were lost. An
-        entry that changes while the whole index is read may count wrongly. Nothing to do for an index that counts what
-        it has."""
-        return None
+    def recount(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield what `entries` yields. After the last one make `counts().chunks` and `records` those of the entries
+        again, where entries or their counts were lost. An entry that changes while the whole index is read may count
+        wrongly. Nothing to do for an index that counts what it has."""
+        return self.entries()
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield (key, entry) of every chunk, in no order; some may come twice. For checks: reads the whole index."""

@@ -217,11 +217,11 @@ class _Check:
 
 def drop_lost(index: Index) -> int:
     """Take records out of entries whose set the index does not list: what a publisher left that died beside an
-    evictor. How many."""
+    evictor. Return how many. Counts the index's entries again."""
     known = {info.set_id for info in index.sets()}
     lost = [
         (key, location)
-        for key, value in index.entries()
+        for key, value in index.recount()
         for location in entry.locations_of(value)
         if location.set_id not in known
     ]

@@ -100,7 +100,9 @@ def test_a_rebuild_counts_again_what_redis_lost_the_counts_of(tmp_path: Path, cl
         place = Place(tmp_path, index_settings(server.url))
         assert server.cli("del", "p:e") == "1"
         assert cli.json("stats", *place.words)["index"]["chunks"] == 0
+        server.cli("config", "resetstat")
         cli.run("index", "rebuild", *place.words)
+        assert "cmdstat_scan:calls=1," in server.cli("info", "commandstats"), "all entries are read once"
         assert cli.json("stats", *place.words)["index"]["chunks"] == CHUNKS
 
 

@@ -164,7 +164,7 @@ class EntryTable:
         answers = self._caller.run([Request(name, ("HMGET", name, "c", "r")) for name in names])
         return [(int(chunks or 0), int(records or 0)) for chunks, records in answers]
 
-    def recount(self) -> None:
+    def recount(self) -> Iterator[tuple[bytes, bytes]]:
         """See Index.recount."""
         lacking = [[-chunks, -records] for chunks, records in self._counts()]
         seen: set[bytes] = set()
@@ -174,6 +174,7 @@ class EntryTable:
                 of_tag = lacking[self._keys.tag(key)]
                 of_tag[0] += 1
                 of_tag[1] += len(entry.locations_of(value))
+                yield key, value
         calls = {self._keys.counts(tag): [b"%d" % n for n in added] for tag, added in enumerate(lacking) if any(added)}
         self._caller.run([Request(name, ADD_TO_COUNTS.call([name], added)) for name, added in calls.items()])
 

@@ -239,8 +239,8 @@ class RedisIndex(Index):
     def mend_sum(self) -> int:
         return self._sets.mend_sum()
 
-    def recount(self) -> None:
-        self._entries.recount()
+    def recount(self) -> Iterator[tuple[bytes, bytes]]:
+        return self._entries.recount()
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
         return self._entries.all()
