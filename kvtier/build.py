@@ -6,10 +6,7 @@ Every fault of a setting, or of the place that it names, is found here, before t
 from __future__ import annotations
 
 import logging
-import os
 import random
-import socket
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +27,7 @@ from kvtier.format.geometry import PAGE_BYTES, Geometry, RankShare
 from kvtier.format.namespace import Namespace
 from kvtier.format.record import HEADS_PER_RECORD_MAX, HEADS_PER_SIGNED_RECORD_MAX, record_bytes
 from kvtier.format.signing import Signer
+from kvtier.index.base import new_owner
 from kvtier.index.guard import GuardedIndex
 from kvtier.index.open import open_index, open_lookups
 from kvtier.kernels.paged import PagedKV
@@ -187,7 +185,7 @@ def open_store(
     about = replace(about or About(len(shares)), capacity_bytes=min(settings.capacity_bytes, COUNT_MAX))
     in_time(root.path, "opening this model's folder", partial(open_namespace, root, namespace, model=about.model))
     index = open_index(settings, root, is_engines=True)
-    owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    owner = new_owner()
     writers = sum(share.writes is not None for share in shares)
     costs = KeptCosts(index, note_name(namespace.id, about)) if about.device else None
     evictor = Evictor(index, root.folder, owner, Rules.of(settings.capacity))

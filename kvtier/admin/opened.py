@@ -1,9 +1,6 @@
 """A root and its index, opened to be looked after."""
 
-import os
-import socket
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +9,7 @@ from kvtier.errors import ConfigError, KVTierError
 from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Rules
 from kvtier.format.namespace import Namespace
-from kvtier.index.base import Index, SetInfo
+from kvtier.index.base import Index, SetInfo, new_owner
 from kvtier.index.open import open_index
 from kvtier.storage.root import Root, model_name, namespace_folders, open_root, read_namespace
 
@@ -94,6 +91,5 @@ def open_for_admin(settings: Settings) -> Opened:
 
 def opened(settings: Settings, root: Root, index: Index) -> Opened:
     """Return an Opened over an index that the caller has opened."""
-    owner = f"admin-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    evictor = Evictor(index, root.folder, owner, Rules.of(settings.capacity))
+    evictor = Evictor(index, root.folder, new_owner("admin-"), Rules.of(settings.capacity))
     return Opened(settings, root, index, evictor, NamespaceBook(root))

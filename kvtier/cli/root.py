@@ -1,15 +1,12 @@
 """A root's own index, for commands that need no settings."""
 
-import os
-import socket
 import sys
-import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from kvtier.cli.progress import progress
 from kvtier.errors import ConfigError, IndexUnavailable
-from kvtier.index.base import Index
+from kvtier.index.base import Index, new_owner
 from kvtier.index.lmdb.index import LmdbIndex, is_of_this_boot
 from kvtier.index.memory import MemoryIndex
 from kvtier.index.open import closed_on_fault
@@ -34,7 +31,7 @@ def open_embedded(root: Root) -> LmdbIndex:
 
 
 def housekeeper(index: Index, root: Root) -> Housekeeper:
-    return Housekeeper(index, root.folder, f"cli/{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    return Housekeeper(index, root.folder, new_owner("cli/"))
 
 
 @contextmanager

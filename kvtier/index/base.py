@@ -10,6 +10,9 @@ may differ by days, converts them to its server's clock. Times inside names, fil
 
 from __future__ import annotations
 
+import os
+import socket
+import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -20,6 +23,11 @@ from kvtier.format.record import part_of
 UNOWNED = ""  # owner of a set that was rebuilt from its files, or taken over from a writer whose lease expired
 EVICT_LEASE = "evict"  # lease of the engine that may evict sets; its fencing token is passed with each removal
 Loss = tuple[bytes, ...]  # identifies one loss of an index's content: a mark for each part that can be lost by itself
+
+
+def new_owner(prefix: str = "") -> str:
+    """Return a name for this process as an owner of leases, unique among all that share the root."""
+    return f"{prefix}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def writer_lease(owner: str) -> str:
