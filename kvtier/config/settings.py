@@ -157,7 +157,7 @@ class QueueSettings(BaseModel):
     save_chunks_max: Count | None = None
     load_requests_max: Count = 256
     shared_load_wait_s: SecondsOrZero = 5.0
-    load_group_s: SecondsOrZero = 0.1
+    load_group_s: SecondsOrZero = 0.05
     save_threads: Annotated[Count, Field(le=64)] = 2
     load_threads: Annotated[Count, Field(le=64)] = 2
 

@@ -36,7 +36,7 @@ from kvtier.worker.record_reader import FetchFailed, SegmentGone
 WINDOW_BYTES = 2 << 30
 WINDOW_MIN, WINDOW_MAX = 8, 256
 TOGETHER_MAX = 64  # chunks that are verified or scattered in one launch on a device
-BEGUN_MAX = 64  # chunks that are begun in a turn, unless one step begins more: what has arrived meanwhile waits for it
+BEGUN_MAX = 64  # chunks that are begun in a turn, before those that have arrived are looked at again
 # Most chunks, and most bytes, of one scatter on the CPU, where the loop itself moves them: 8 MiB take 2 ms, but a codec
 # may be slower.
 MOVED_MAX, MOVED_BYTES = 8, 8 << 20

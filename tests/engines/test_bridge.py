@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+from collections.abc import Sequence
 from typing import Any, Self
 from unittest.mock import patch
 
@@ -371,12 +372,12 @@ class Loading:
         self.bridge = WorkerBridge(self._transfer, SHAPE, Faults(), pace)  # type: ignore[arg-type]
         self.bridge.start_loads(Step(loads=tuple(map(load_plan, request_ids))))
 
-    def step(self, seconds: float, *ended: str, decodes: bool = True) -> list[str]:
-        """Return the requests that are answered in a step, in which some loads end."""
+    def step(self, seconds: float, *ended: str, decodes: bool = True, failed: Sequence[int] = ()) -> list[str]:
+        """Return the requests that are answered in a step, in which some loads end. failed: blocks of each."""
         self.bridge.before_forward(Step(decodes=decodes))
         self.now_s += seconds
         for request_id in ended:
-            self._transfer.answer(request_id)
+            self._transfer.answer(request_id, failed)
         return [done.request_id for done in self.bridge.poll()]
 
 
@@ -404,6 +405,14 @@ def test_answers_need_not_wait() -> None:
     loading = Loading(*"abc", longest_s=0.0)
     assert loading.step(0.04, "a") == ["a"]
     assert loading.step(0.01, "b") == ["b"]
+
+
+def test_a_failed_load_is_answered_at_once() -> None:
+    """It may have ended at its deadline: nothing is to make it later (I10)."""
+    loading = Loading(*"abcd")
+    assert loading.step(0.04, "a") == ["a"]
+    assert loading.step(0.01, "b") == []
+    assert loading.step(0.01, "c", failed=[5]) == ["b", "c"]
 
 
 def test_answers_wait_only_beside_decoding_requests() -> None:

@@ -48,9 +48,13 @@ STRANGE: dict[str, Callable[[Location], Location]] = {
 }
 
 
+@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
 @pytest.mark.parametrize("what", STRANGE)
-def test_a_strange_entry_is_a_miss(engine: Engine, what: str) -> None:
+def test_a_strange_entry_is_a_miss(engine: Engine, what: str, is_open: bool) -> None:
+    """Also where the segments are open, so that reads begin without waiting."""
     engine.save(TOKENS, BLOCKS)
+    if is_open:
+        engine.load(TOKENS, list(range(200, 212)))
     keys = engine.keys(TOKENS)
     found = engine.store.lookup(keys)
     assert found is not None and len(found) == 3

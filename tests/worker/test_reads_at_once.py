@@ -1,0 +1,79 @@
+"""Reads of segments that are open begin on the loop's thread; all that may wait is left to threads of the pool."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.errors import TierUnavailable
+from kvtier.io.ring import Batch, Ring
+from kvtier.storage import open_segments
+from kvtier.worker.loop import TaskPool
+from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, is_equal
+
+
+@pytest.fixture(name="engine")
+def _engine(tmp_path: Path) -> Engine:
+    """An engine without chunks in its arena, whose segments were closed."""
+    changes: dict[str, object] = {"host": {"arena_bytes": 8 << 20, "admit": "never"}}
+    Engine(tmp_path, changes=changes).save(TOKENS, BLOCKS)
+    return Engine(tmp_path, changes=changes)
+
+
+@pytest.fixture
+def tasks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Tasks that were left to the pool."""
+    found, add = list[object](), TaskPool.add
+
+    def noted(self: TaskPool, work: Any, then: Any = None) -> None:
+        found.append(work)
+        add(self, work, then)
+
+    monkeypatch.setattr(TaskPool, "add", noted)
+    return found
+
+
+def load(engine: Engine) -> None:
+    (done,) = engine.load(TOKENS, TARGET)[1]
+    assert done.failed_blocks == frozenset()
+    assert is_equal(engine.blocks(TARGET), engine.blocks(BLOCKS))
+
+
+def test_only_the_first_load_opens_segments(engine: Engine, tasks: list[object]) -> None:
+    engine.pages[0].layers[0].k[:] = 0
+    (done,) = engine.load(TOKENS, BLOCKS)[1]
+    assert done.failed_blocks == frozenset() and tasks
+    tasks.clear()
+    load(engine)
+    assert not tasks
+
+
+def test_a_segment_that_may_have_lost_its_name_is_asked_by_the_pool(
+    engine: Engine, tasks: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.load(TOKENS, BLOCKS)
+    tasks.clear()
+    monkeypatch.setattr(open_segments, "CHECKED_FOR_S", -1.0)
+    load(engine)
+    assert tasks
+
+
+@pytest.mark.parametrize("room", [0, 2], ids=["no room", "room for two"])
+def test_a_queue_without_room_is_asked_again_by_the_pool(
+    engine: Engine, tasks: list[object], room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.load(TOKENS, BLOCKS)
+    tasks.clear()
+    submit_each, n_calls = Ring.submit_each, 0
+
+    def first_is_full(self: Ring, batches: Sequence[Sequence[Any]]) -> list[Batch]:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 1 and not room:
+            raise TierUnavailable("the queue is full")
+        return submit_each(self, batches[:room] if n_calls == 1 else batches)
+
+    monkeypatch.setattr(Ring, "submit_each", first_is_full)
+    load(engine)
+    assert n_calls > 1
