@@ -20,6 +20,7 @@ import vllm
 from tqdm.auto import tqdm
 from vllm.config import get_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 from vllm.model_executor.model_loader.weight_utils import enable_tqdm
@@ -45,6 +46,7 @@ EXTRA = "model_loader_extra_config"
 OF_VLLM = ("enable_weights_track",)  # keys of vLLM's default loader that mean something here
 TRACED = "traced"  # origin of a plan
 PLAIN = bool | int | float | str | None  # values that a loader may leave in a model as a note
+LOADED_AS_THEMSELVES = ("bitsandbytes", "gguf")  # quantizations with a load format of this name, of vLLM or a plugin
 READ_AS_TENSORS = ("bitsandbytes", "gguf", "torchao")  # quantizations whose loaders need values
 
 
@@ -84,9 +86,14 @@ class KvtierModelLoader(DefaultModelLoader):
 
     def load_model(self, vllm_config: Any, model_config: Any, **rest: Any) -> torch.nn.Module:
         """Build the model, load it, and let vLLM process its weights. Raises as `load_weights`."""
+        if (other := model_config.quantization) in LOADED_AS_THEMSELVES:
+            log.info("weights are loaded by load format %s, not by kvtier, which does not read such files", other)
+            config = dataclasses.replace(self.load_config, load_format=other, model_loader_extra_config={})
+            model: torch.nn.Module = get_model_loader(config).load_model(vllm_config, model_config, **rest)
+            return model
         if (Path(model_config.model) / NAME).exists():
             keep_tied(model_config)
-        model: torch.nn.Module = super().load_model(vllm_config=vllm_config, model_config=model_config, **rest)
+        model = super().load_model(vllm_config=vllm_config, model_config=model_config, **rest)
         return model
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:

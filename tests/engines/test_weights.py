@@ -16,6 +16,8 @@ pytest.importorskip("vllm")
 
 from safetensors.torch import load_file, save_file
 from vllm.config import LoadConfig
+from vllm.model_executor import model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from kvtier.connectors.vllm.weights_key import key_of
@@ -250,6 +252,25 @@ def test_why_vllm_loads_itself(llama: Any, checkpoints: Any, caplog: Any, tmp_pa
         == "the checkpoint's files are not safetensors"
     )
     assert_equal(model, expected)
+
+
+def test_gguf_is_loaded_by_the_loader_of_its_own(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's default loader would read safetensors of the folder that only has the configuration."""
+
+    class OfPlugin(BaseModelLoader):
+        def download_model(self, model_config: Any) -> None: ...
+
+        def load_weights(self, model: Any, model_config: Any) -> None: ...
+
+        def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+            return [self.load_config.load_format, self.load_config.model_loader_extra_config, vllm_config, prefix]
+
+    monkeypatch.setitem(model_loader._LOAD_FORMAT_TO_MODEL_LOADER, "gguf", OfPlugin)
+    model_config: Any = SimpleNamespace(quantization="gguf", model="/m")
+    with caplog.at_level(logging.INFO, "kvtier"):
+        made = loader(plan_cache=False).load_model(vllm_config="v", model_config=model_config, prefix="p")
+    assert made == ["gguf", {}, "v", "p"]
+    assert "weights are loaded by load format gguf" in caplog.text
 
 
 def test_missing_parameters_are_refused_as_by_vllm(llama: Any, checkpoints: Any, tmp_path: Path) -> None:

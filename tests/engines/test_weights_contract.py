@@ -38,6 +38,7 @@ def test_what_is_called_exists_in_the_installed_release() -> None:
     assert callable(weight_utils._natural_sort_key) and callable(vllm.envs.compile_factors)
     assert callable(sharded_state_loader.ShardedStateLoader._filter_subtensors)
     assert "auto" in model_loader._LOAD_FORMAT_TO_MODEL_LOADER and callable(model_loader.register_model_loader)
+    assert "load_config" in inspect.signature(model_loader.get_model_loader).parameters
 
 
 @pytest.mark.parametrize("answer", [3, 4])
