@@ -79,7 +79,10 @@ class RankState:
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
     """Make the folder and lock it, so that no other process writes the same files. Raises ConfigError, OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError("--out", str(folder), "it is a file, or in a file; name a folder") from None
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -108,15 +111,16 @@ class ShardFolder:
         self._done_bytes, self._total_bytes = 0, 0
         self._files: dict[str, int] = {}
         earlier = read_shard_manifest(folder, PARTIAL)
-        if earlier is None and any(not entry.name.startswith(".") for entry in folder.iterdir()):
+        if all(entry.name.startswith(".") for entry in folder.iterdir()):
+            if earlier != manifest:  # a model that was refused, or nothing
+                _write(folder / PARTIAL, [manifest_text(manifest)])
+        elif earlier is None:
             is_finished = read_shard_manifest(folder) is not None
             what = "it has finished shards; use them, empty it, or" if is_finished else "the folder is not empty;"
             raise ConfigError("--out", str(folder), f"{what} name a new one")
-        if earlier not in (None, manifest):
+        elif earlier != manifest:
             fix = "it has the beginning of other shards (another checkpoint, size or release)"
             raise ConfigError("--out", str(folder), f"{fix}; empty it, or name a new one")
-        if earlier is None:
-            _write(folder / PARTIAL, [manifest_text(manifest)])
         for draft in folder.glob(f"{DRAFT}*"):
             draft.unlink()
         self._sums: dict[Path, Sums] = {}
@@ -147,15 +151,10 @@ class ShardFolder:
                 self._report(data_bytes)
                 continue
             path.unlink(missing_ok=True)  # there may be no room for both
-            try:
+            with _needing_room(path):
                 _write(path, self._contents(header, _filled(state, names, reader)))
                 self._sums |= reader.sums([path])
                 _write(self._folder / checksums.MANIFEST, [checksums.content_of(self._sums)])
-            except OSError as error:
-                if error.errno not in FULL:
-                    raise
-                text = f"no room for {path}: {error.strerror}; free some and run the command again, which goes on here"
-                raise TierUnavailable(text, is_full=True) from None
 
     def _is_written(self, path: Path, reader: WeightReader) -> bool:
         """Return whether an earlier attempt wrote the file, and its bytes are still those. Raises WeightsUnreadable."""
@@ -181,8 +180,12 @@ class ShardFolder:
         """Copy the model's other files, and write the manifests.
 
         is_untied: the checkpoint has an output head of its own, whatever its config.json says. gptq_layers: names, in
-        the checkpoint, of the layers that are quantized with GPTQ.
+        the checkpoint, of the layers that are quantized with GPTQ. Raises TierUnavailable without room, OSError.
         """
+        with _needing_room(self._folder):
+            return self._finish(source, is_untied, gptq_layers)
+
+    def _finish(self, source: Path, is_untied: bool, gptq_layers: Sequence[str]) -> ShardManifest:
         for entry in sorted(source.iterdir()):
             if entry.is_file() and _is_beside_weights(entry.name):
                 shutil.copyfile(entry, self._folder / entry.name)
@@ -199,6 +202,18 @@ class ShardFolder:
         _write(self._folder / NAME, [manifest_text(done)])
         (self._folder / PARTIAL).unlink()
         return done
+
+
+@contextmanager
+def _needing_room(path: Path) -> Iterator[None]:
+    """Raise TierUnavailable, which says how to go on, where the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        text = f"no room for {path}: {error.strerror}; free some and run the command again, which goes on here"
+        raise TierUnavailable(text, is_full=True) from None
 
 
 def shard_plan(folder: Path, manifest: ShardManifest, rank: int, state: dict[str, torch.Tensor]) -> WeightPlan:

@@ -306,9 +306,42 @@ def test_a_disk_that_fills_up_is_gone_on_with(
     load(out, 1, 0)
 
 
+def test_a_disk_that_is_full_at_the_end(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards were written, and the model's other files do not fit."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(shards_module.shutil, "copyfile", full)
+        with pytest.raises(TierUnavailable, match=f"no room for {out}.*run the command again"):
+            weights_shard.shard(checkpoint, 1, out, lambda done, total: None)
+    weights_shard.shard(checkpoint, 1, out, lambda done, total: None)
+    load(out, 1, 0)
+
+
+def test_a_refused_model_is_not_in_the_way(checkpoint: Path, tmp_path: Path) -> None:
+    """The folder it was to go to looks empty, and takes the shards of another checkpoint."""
+    without = Path(shutil.copytree(checkpoint, tmp_path / "model", ignore=lambda *_: {"model.safetensors.index.json"}))
+    for path in without.glob("*.safetensors"):
+        path.unlink()
+    (without / "model.gguf").write_bytes(b"GGUF")
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match="Cannot find any model weights"):
+        weights_shard.shard(without, 1, out, lambda done, total: None)
+    weights_shard.shard(checkpoint, 1, out, lambda done, total: None)
+    load(out, 1, 0)
+
+
 def test_what_is_in_the_way_is_refused(checkpoint: Path, made: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for folder, reason in ((tmp_path, "not empty"), (made, "finished shards")):
+    for folder, reason in (
+        (tmp_path, "not empty"),
+        (made, "finished shards"),
+        (tmp_path / "file", "is a file"),
+        (tmp_path / "file/x", "is a file"),
+    ):
         with pytest.raises(ConfigError, match=reason):
             weights_shard.shard(checkpoint, RANKS, folder, lambda done, total: None)
     with pytest.raises(ConfigError, match="shards already"):
