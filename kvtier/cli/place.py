@@ -41,6 +41,8 @@ class CommandTarget:
 def path_argument(text: str) -> Path:
     if not text.strip():  # Path("") is the current folder
         raise typer.BadParameter("it is empty; is a variable of your shell not set?")
+    if "://" in text and not Path(text).exists():  # a Path would be a folder `s3:` in the current one
+        raise typer.BadParameter(f"{text}: it is a URL, and kvtier takes paths of files and folders only")
     return Path(text)
 
 

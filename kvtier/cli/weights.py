@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import typer
 
 from kvtier.cli.app import NotDone, weights
-from kvtier.cli.place import JsonOption, refuse_missing_model
+from kvtier.cli.place import JsonOption, path_argument, refuse_missing_model
 from kvtier.cli.progress import progress
 from kvtier.cli.tables import counted, percent, print_table
 from kvtier.cli.tables import seconds as duration
@@ -21,7 +21,10 @@ from kvtier.runtime.units import rate, size
 
 RANKS_MAX = 1024  # largest --tp; a larger one is a typing error
 
-FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a model with safetensors files.")]
+FolderArgument = Annotated[
+    Path,
+    typer.Argument(metavar="FOLDER", parser=path_argument, help="Folder of a model with safetensors files."),
+]
 DtypeOption = Annotated[
     Literal["auto", "bfloat16", "float16", "float32"],
     typer.Option(help="The engine's --dtype; auto: the dtype that the engine chooses without that option."),
@@ -119,7 +122,12 @@ def plan(folder: FolderArgument, tp: TensorOption = 1, dtype: DtypeOption = "aut
 @weights.command("shard", epilog=MEANINGS)
 def shard(
     folder: FolderArgument,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to make, or to go on with after an interruption.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR", parser=path_argument, help="Folder to make, or to go on with after an interruption."
+        ),
+    ],
     tp: TensorOption = 1,
     dtype: DtypeOption = "auto",
 ) -> int:

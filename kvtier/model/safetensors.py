@@ -27,6 +27,10 @@ DTYPE_BITS = {
 # bits of an element, as safetensors 0.8 has them; elements of less than a byte are packed
 
 
+class UnknownDtype(Corrupt):
+    """A dtype that this kvtier does not know. The file may be whole."""
+
+
 class TensorEntry(NamedTuple):
     """One tensor: name of its dtype in the header, shape in elements, and bytes from `start` to `stop` in the file."""
 
@@ -107,6 +111,8 @@ def read_header(path: Path, *, is_whole: bool = True) -> Header:
         size = os.fstat(file.fileno()).st_size
         try:
             return parse_header(file.read(header_size(file.read(8), size)), size if is_whole else None)
+        except UnknownDtype as error:
+            raise Corrupt(f"{path} cannot be read: {error}") from None
         except Corrupt as error:
             raise Corrupt(f"{path} is not a whole safetensors file: {error}; get it again") from None
 
@@ -132,7 +138,7 @@ def checkpoint_files(folder: Path, index: dict[str, Any]) -> list[Path]:
     which hold the same weights once more. index: see `read_index`."""
     if index:
         return sorted({folder / str(name) for name in index["weight_map"].values()})
-    found = sorted(folder.glob("*.safetensors"))
+    found = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
     return [path for path in found if not path.name.startswith("consolidated")] or found
 
 
@@ -166,9 +172,11 @@ def _refuse_constant(name: str) -> NoReturn:
 def _entry(name: str, value: object, begin: int) -> TensorEntry:
     try:
         dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]  # type: ignore[index]
-        bits = DTYPE_BITS[dtype]
     except (TypeError, KeyError, ValueError, IndexError):
-        raise Corrupt(f"tensor {name}: no known dtype, shape and data_offsets") from None
+        raise Corrupt(f"tensor {name}: no dtype, shape and data_offsets") from None
+    if type(dtype) is not str or dtype not in DTYPE_BITS:
+        raise UnknownDtype(f"tensor {name} is of dtype {dtype}, which this kvtier does not know")
+    bits = DTYPE_BITS[dtype]
     sizes = (*shape, start, stop) if type(shape) is list else ("",)
     if set(map(type, sizes)) != {int} or min(sizes) < 0 or max(sizes) >= SIZE_MAX:
         raise Corrupt(f"tensor {name}: shape or data_offsets are not sizes")

@@ -102,6 +102,24 @@ def test_files_in_the_format_of_mistral(folder: Path, cli: Cli) -> None:
     assert [finding["file"] for finding in bad] == ["consolidated.safetensors"]
 
 
+@pytest.mark.parametrize("path", ["", "s3://bucket/x"])
+def test_paths_that_are_no_folders(path: str, folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They used to be the current folder, and a folder named `s3:` in it."""
+    monkeypatch.chdir(folder)
+    why = "it is a URL" if path else "it is empty"
+    for command in ("verify", "bench", "plan", "shard"):
+        assert why in cli.refused("weights", command, path, *(["--out", "x"] if command == "shard" else []))
+    assert why in cli.refused("weights", "shard", str(folder), "--out", path)
+
+
+def test_hidden_files_are_no_weights(folder: Path, cli: Cli) -> None:
+    """vLLM does not read them: notes of macOS beside each file, and a shard that is being written."""
+    (folder / "._model-1.safetensors").write_bytes(b"Mac OS X")
+    cli.printed("weights", "verify", str(folder), "--write")
+    (folder / ".writing-model-9.safetensors").touch()
+    assert "; 0 bad" in cli.printed("weights", "verify", str(folder))
+
+
 @pytest.mark.parametrize("command", ["verify", "bench"])
 def test_a_folder_that_is_not_there(command: str, tmp_path: Path, cli: Cli) -> None:
     """`verify` used to advise to make the manifest of a missing folder."""

@@ -168,6 +168,13 @@ def test_errors_name_the_remedy(tmp_path: Path) -> None:
         parse(file_of(b'{"a":' + json.dumps(A).encode() + b',"b":{},"b":{}}', 12))
 
 
+def test_a_dtype_of_later_releases(tmp_path: Path) -> None:
+    """The error names it: the file may be whole, and the same again is of no use."""
+    (tmp_path / "x").write_bytes(file_of({"a": {"dtype": "I4", "shape": [2], "data_offsets": [0, 1]}}, 1))
+    with pytest.raises(Corrupt, match="x cannot be read: tensor a is of dtype I4, which this kvtier does not know$"):
+        read_header(tmp_path / "x")
+
+
 def test_metadata_of_null(tmp_path: Path) -> None:
     content = file_of({"__metadata__": None, "a": A}, 12)
     assert parse(content).metadata == {} and taken_by_us(content) == taken_by_the_library(content) is not None
