@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,8 @@ def write(folder: Path, files: Sequence[Path], reader: WeightReader) -> dict[Pat
     """
     sums = reader.sums(files)
     replace_small(folder / MANIFEST, content_of(sums))
-    shutil.copymode(files[0], folder / MANIFEST)  # engines of other users load the files too
+    with suppress(OSError):  # some FUSE file systems have no modes of files
+        shutil.copymode(files[0], folder / MANIFEST)  # engines of other users load the files too
     return sums
 
 

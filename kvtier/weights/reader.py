@@ -238,7 +238,7 @@ def open_file(path: Path, stack: ExitStack) -> OpenWeightFile:
     """Open a file for direct reads, unless most of it is in the page cache or its file system refuses them."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        stack.callback(os.close, descriptor)
+        stack.callback(_close, descriptor)
         resident = ranges.resident_share(descriptor, os.fstat(descriptor).st_size)
         if resident is not None and resident >= BUFFERED_SHARE:
             return OpenWeightFile(descriptor, False, True)
@@ -247,8 +247,13 @@ def open_file(path: Path, stack: ExitStack) -> OpenWeightFile:
         raise WeightsUnreadable(path, None, f"it cannot be opened: {error.strerror}") from error
     if direct is None:
         return OpenWeightFile(descriptor, False, False)
-    stack.callback(os.close, direct)
+    stack.callback(_close, direct)
     return OpenWeightFile(direct, True, False)
+
+
+def _close(descriptor: int) -> None:
+    with suppress(OSError):  # of a lost network file system; the error of the read names the file
+        os.close(descriptor)
 
 
 def _open_direct(path: Path) -> int | None:

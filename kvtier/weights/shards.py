@@ -131,9 +131,10 @@ class ShardFolder:
         """Refuse to begin what will not fit. n_bytes: of all shards. Raises TierUnavailable."""
         self._total_bytes = n_bytes
         written = sum(path.stat().st_size for path in self._folder.glob("model-rank-*"))
-        free = FreeSpace.of(os.statvfs(self._folder)).n_bytes
+        found = os.statvfs(self._folder)
+        free = FreeSpace.of(found).n_bytes
         missing = n_bytes + ROOM_TO_SPARE - written - free
-        if missing > 0:
+        if missing > 0 and found.f_blocks:  # some FUSE file systems have sizes of 0
             text = (
                 f"shards of {size(n_bytes)}, with {size(ROOM_TO_SPARE)} for other files, do not fit into {self._folder}"
             )
@@ -190,7 +191,7 @@ class ShardFolder:
             if entry.is_file() and _is_beside_weights(entry.name):
                 shutil.copyfile(entry, self._folder / entry.name)
         for name in module_folders(source):
-            shutil.copytree(source / name, self._folder / name, dirs_exist_ok=True)
+            _copy_folder(source / name, self._folder / name)
         if is_untied:
             _untie(self._folder / "config.json")
         if gptq_layers:
@@ -316,6 +317,16 @@ def module_folders(folder: Path) -> list[str]:
         return []
     inside = {name.name for name in names if str(name) == name.name != ".."}  # "/" has no name
     return sorted(name for name in inside if (folder / name).is_dir())
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    """Copy files without their modes: read-only copies could not be written again, and some file systems have none."""
+    target.mkdir(exist_ok=True)
+    for entry in sorted(source.iterdir()):
+        if entry.is_dir():
+            _copy_folder(entry, target / entry.name)
+        else:
+            shutil.copyfile(entry, target / entry.name)
 
 
 def _untie(path: Path) -> None:

@@ -283,6 +283,26 @@ def test_other_files_of_the_model(checkpoint: Path, tmp_path: Path) -> None:
     assert (out / "1_Pooling/config.json").read_text() == "{}"
 
 
+def test_a_file_system_without_modes_and_sizes(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some FUSE file systems: chmod is not implemented, and statvfs answers zeros."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    (folder / "modules.json").write_text('[{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]')
+    (folder / "1_Pooling/deep").mkdir(parents=True)
+    (folder / "1_Pooling/deep/x").write_text("x")
+    sizes = os.statvfs_result([4096, 4096, *[0] * 8])
+    monkeypatch.setattr(os, "chmod", refused)
+    monkeypatch.setattr(shards_module.os, "statvfs", lambda path: sizes)
+    weights_shard.shard(folder, 1, tmp_path / "out", lambda done, total: None)
+    assert (tmp_path / "out/1_Pooling/deep/x").read_text() == "x"
+    load(tmp_path / "out", 1, 0)
+
+
 def test_without_room_nothing_is_begun(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards_module, "ROOM_TO_SPARE", 1 << 60)
     with pytest.raises(TierUnavailable, match="do not fit"):

@@ -1,6 +1,8 @@
 """Checksums of weight files: a flipped byte is named, and nothing is served."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,14 @@ def test_no_manifest_at_all(file: Path, content: bytes) -> None:
         manifest.read(file.parent)
     (file.parent / MANIFEST).unlink()
     assert manifest.read(file.parent) is None and manifest.of_files([file]) == {}
+
+
+def test_a_file_system_without_modes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    (file.parent / MANIFEST).unlink()
+    monkeypatch.setattr(os, "chmod", refused)
+    with WeightReader() as reader:
+        manifest.write(file.parent, [file], reader)
+    assert list(manifest.read(file.parent) or {}) == [file]

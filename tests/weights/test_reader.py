@@ -1,5 +1,6 @@
 """Reading byte ranges of files into tensors."""
 
+import errno
 import os
 import random
 import subprocess
@@ -182,3 +183,19 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEMORY, str(tmp_path / "small"), str(tmp_path / "large")]
     before, peak = subprocess.run(command, check=True, timeout=120, stdout=subprocess.PIPE, text=True).stdout.split()
     assert int(peak) - int(before) < (128 + 32) << 10
+
+
+def test_the_error_of_a_read_survives_the_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network file system that is gone, close fails too, and names no file."""
+    path, close = tmp_path / "x", os.close
+    path.write_bytes(bytes(100))
+
+    def fail(descriptor: int) -> None:
+        close(descriptor)
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    target = torch.zeros(200, dtype=torch.uint8)
+    with WeightReader() as reader, monkeypatch.context() as patch:
+        patch.setattr("kvtier.weights.reader.os.close", fail)
+        with pytest.raises(WeightsUnreadable, match="x at byte 100: it cannot be read"):
+            reader.read([path], [contiguous(0, 0, 200, 0)], [target])
