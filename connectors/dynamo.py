@@ -26,7 +26,6 @@ from kvtier.connectors.tracked_request import BlockShape
 
 log = logging.getLogger("kvtier")
 
-TESTED_VERSIONS = ("1.6.1",)  # of ai-dynamo, with vLLM 0.32.0
 MEDIUM = "STORAGE"
 GROUP = 0  # kvtier stores models with one KV-cache group
 CHANGES_AT_ONCE = 256  # chunks announced in one step, the rest in later ones: of 256 tokens each, a message of 0.5 MB

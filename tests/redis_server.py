@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 Connect = Callable[..., "RedisIndex"]
 
-START_TIMEOUT_S = 30.0
 GENEROUS_MS = 10_000.0  # of tests that are not about times: the machine may be busy
 has_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl is installed here")
 has_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason="no redis-server is installed here")

@@ -133,7 +133,7 @@ def _folder_fingerprint(model_dir: Path, cache_dir: Path | None) -> str:
     return _fingerprint(model_dir, texts, weights, cache_dir)
 
 
-def adapter_fingerprint(adapter_dir: Path, cache_dir: Path | None = None) -> str:
+def adapter_fingerprint(adapter_dir: Path) -> str:
     """Return 64 hex digits for a LoRA adapter: its adapter_config.json and weights.
 
     Raises ConfigError("lora") if they are missing: its KV cannot be identified and must not be cached.
@@ -142,7 +142,7 @@ def adapter_fingerprint(adapter_dir: Path, cache_dir: Path | None = None) -> str
     if not weights or not (adapter_dir / "adapter_config.json").is_file():
         fix = "the folder lacks adapter_config.json or adapter_model.safetensors; requests with it are not cached"
         raise ConfigError("lora", str(adapter_dir), fix)
-    return _fingerprint(adapter_dir, ["adapter_config.json"], weights, cache_dir)
+    return _fingerprint(adapter_dir, ["adapter_config.json"], weights, None)
 
 
 def configs_in(model_dir: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """Late saves: chunks that workers refuse until their requests have ended are saved while their blocks hold them, and
 never from blocks with other content."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +16,7 @@ from kvtier.runtime import metrics as names
 from kvtier.scheduler.save_pacing import WINDOW_MIN
 from kvtier.scheduler.store import WantedChunk
 from tests.scheduler.test_save_pacing import Scene
+from tests.scheduler.test_save_pacing import scene as scene  # a fixture
 from tests.support.rig import BLOCK_TOKENS, Engine
 
 SAVED, QUEUE_FULL = SaveOutcome.SAVED, SaveOutcome.QUEUE_FULL
@@ -34,14 +35,6 @@ class Contents:
     def fill_again(self, *block_ids: int) -> None:
         """Another request computed the same tokens."""
         self._of.update({i: "".join(["content of ", str(i)]) for i in block_ids})
-
-
-@pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    made = Scene(tmp_path)
-    yield made
-    assert not made.faults.take()
-    made.engine.close()
 
 
 def step(scene: Scene, *running: str, ends: Sequence[str] = ()) -> None:
