@@ -16,7 +16,9 @@ class Reads(Protocol):
 
 class Reader(Protocol):
     """Engine of loads; see `ring.Ring` for the methods. The ring takes all batches in one native call, the defaults
-    here take one after the other."""
+    here take one after the other. never_waits: True if `submit` and `submit_each` do not wait."""
+
+    never_waits: bool = False
 
     def submit(self, ops: Sequence[ReadOp]) -> Reads: ...
     def close(self, timeout_s: float = 1.0) -> bool: ...

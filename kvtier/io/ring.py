@@ -176,6 +176,8 @@ class Ring:
     Raises TierUnavailable when threads cannot be started, or with CUDA's error when the device cannot be used.
     """
 
+    never_waits = True  # see kvtier.io.base.Reader
+
     def __init__(
         self,
         threads: int,

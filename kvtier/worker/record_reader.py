@@ -16,7 +16,7 @@ from kvtier.format.record import part_of, tags_in
 from kvtier.index import entry as entries
 from kvtier.index.base import Location
 from kvtier.io.base import Reader, Reads
-from kvtier.io.ring import AlignedBuffer, ReadOp, Ring
+from kvtier.io.ring import AlignedBuffer, ReadOp
 from kvtier.maintenance.record_check import Rechecks
 from kvtier.plan import LoadChunk
 from kvtier.runtime import metrics as names
@@ -118,7 +118,7 @@ class RecordReader:
         submitted, unless all segments are open and nothing is wrong; `begin` then says what is, with the same `held`.
         """
         files = self._worker.files.if_known(held.namespace)
-        if files is None or not isinstance(self.engine, Ring) or self.signs or self.stuck.has_any:
+        if files is None or not self.engine.never_waits or self.signs or self.stuck.has_any:
             return None
 
         def lease(key: bytes, location: Location, name: Name) -> OpenSegment:

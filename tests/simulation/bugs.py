@@ -24,6 +24,7 @@ from kvtier.plan import SaveOutcome
 from kvtier.scheduler.background import Keeper
 from kvtier.scheduler.segment_allocator import SetSupply
 from kvtier.scheduler.store import Store
+from kvtier.storage.open_segments import OpenSegment, OpenSegments
 from kvtier.worker.context import Quarantine
 from kvtier.worker.loading import ChunkLoader, Fetch, Part, State
 from kvtier.worker.loads import Loader
@@ -105,6 +106,14 @@ def new_weights_under_the_old_namespace(original: Any, keeper: Keeper) -> bytes:
 @planted(SchedulerBridge, "reset", "new_weights")
 def old_blocks_are_saved_under_new_weights(original: Any, bridge: SchedulerBridge, blocks_in_use: bool) -> bool:
     return bool(original(bridge, False))
+
+
+# --- waiting ---
+
+
+@planted(OpenSegments, "lease_at_once", "calm")
+def the_loop_opens_segments_itself(original: Any, files: OpenSegments, *name: int) -> OpenSegment | None:
+    return files.lease(*name)
 
 
 # --- saving ---

@@ -81,6 +81,7 @@ class Disk:
             runtime.die()
         if not runtime.is_inside:
             return
+        runtime.note_call(what)
         runtime.pause()
         if not runtime.is_engine_thread:
             if runtime.tries("a system call hangs", weather.hang_calls):

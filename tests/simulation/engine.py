@@ -45,7 +45,7 @@ from tests.simulation.index import SimIndex
 from tests.simulation.place import Place
 from tests.simulation.primitives import SimJobs
 from tests.simulation.ring import SimRing
-from tests.simulation.runtime import Process
+from tests.simulation.runtime import LOOP, Process
 from tests.simulation.truth import BLOCK_TOKENS, CHUNK_TOKENS, LAYERS, SHAPE, Pages
 
 TIMEOUT_S = 2.0
@@ -248,7 +248,7 @@ class EngineProcess:
             self._monotonic,
         )
         jobs = TransferJobs(
-            self._jobs("loop", 1),
+            self._jobs(LOOP, 1),
             self._jobs("load", build.threads),
             self._jobs("save", build.threads),
             self._jobs("tidy", 1),

@@ -162,6 +162,7 @@ class SimIndex:
             runtime.die()
         if not runtime.is_inside:
             return
+        runtime.note_call(name)
         runtime.pause()
         is_waited_for = runtime.is_engine_thread and not self._shared.is_remote
         if not is_waited_for and runtime.tries("the index is slow", weather.slow):

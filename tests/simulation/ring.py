@@ -68,6 +68,8 @@ class SimRing(Reader):
     """See `kvtier.io.ring.Ring`. An operation is done in one moment, somewhere between when it was submitted and when
     it is over: what its memory holds then is what counts."""
 
+    never_waits = True
+
     def __init__(self, disk: Disk, process: Process) -> None:
         self._disk = disk
         self._process = process

@@ -17,6 +17,7 @@ import greenlet
 
 START_S = 1_700_000_000.0
 BUSY_CHANCE, BUSY_MAX_S = 0.02, 0.02  # how often time moves although something could run, and how far at most
+LOOP = "loop"  # name of the tasks of a worker's loop (kvtier.worker.loop)
 ENGINE_WAIT_MAX_S = 0.05  # no wait of an engine's own thread lasts longer while nothing else can run (I4, I10)
 
 
@@ -83,6 +84,11 @@ class Runtime:
     @property
     def is_engine_thread(self) -> bool:
         return self._current is not None and self._current.is_engine
+
+    def note_call(self, what: str) -> None:
+        """Note a call that may wait for the disk or the index. A worker's loop makes none."""
+        if self._current is not None and self._current.name == LOOP:
+            self.violate(f"{self._current.process.name}: the loop's thread may wait: {what}")
 
     @property
     def is_inside(self) -> bool:

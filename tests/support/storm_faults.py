@@ -64,6 +64,8 @@ class StormyReader(Reader):
     broken: what was seen of memory that was given to somebody while late bytes may land in it (I10).
     """
 
+    never_waits = True
+
     def __init__(self, inner: Reader, rng: random.Random, timeout_s: float) -> None:
         self._inner = inner
         self.rng = rng
