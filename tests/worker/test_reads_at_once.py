@@ -1,5 +1,6 @@
 """Reads of segments that are open begin on the loop's thread; all that may wait is left to threads of the pool."""
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ import pytest
 
 from kvtier.errors import TierUnavailable
 from kvtier.io.ring import Batch, Ring
+from kvtier.plan import LoadChunk
 from kvtier.storage import open_segments
 from kvtier.worker.loop import TaskPool
+from kvtier.worker.record_reader import RecordReader
 from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, is_equal
 
 
@@ -77,3 +80,28 @@ def test_a_queue_without_room_is_asked_again_by_the_pool(
     monkeypatch.setattr(Ring, "submit_each", first_is_full)
     load(engine)
     assert n_calls > 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_our_own_bug_costs_one_load_and_no_slot(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.load(TOKENS, BLOCKS)
+    (transfer,) = engine.transfers
+    loader, prepare, raised = transfer._loader, RecordReader._prepare, list[str]()
+
+    def has_bug(self: RecordReader, chunk: LoadChunk, *args: Any) -> Any:
+        if chunk.block_ids[0] == TARGET[0]:
+            raised.append(threading.current_thread().name)
+            raise RuntimeError("a bug")
+        return prepare(self, chunk, *args)
+
+    monkeypatch.setattr(RecordReader, "_prepare", has_bug)
+    others = [7] * 128
+    engine.save(others, BLOCKS[:8])
+    with transfer._loop.changed:  # so that both loads are taken in one turn
+        engine.begin_load("good", others, [block + 40 for block in TARGET[:8]])
+        engine.begin_load("bad", TOKENS, TARGET)
+    assert transfer.drain(20)
+    failed = {done.request_id: bool(done.failed_blocks) for done in transfer.poll().loads}
+    assert raised[0] == "kvtier-loop" and failed == {"good": False, "bad": True}
+    arena = transfer._worker.arena
+    assert arena.available == arena.n_slots and not loader._fetches
