@@ -8,6 +8,7 @@ because threads call it that must not wait (I10).
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 import time
@@ -207,8 +208,7 @@ class OpenSegments:
             is_unlinked = segment.is_unlinked()
         finally:
             segment.is_asked = False
-        if is_unlinked is False:
-            segment.checked_s = asked_s
+        segment.checked_s = asked_s if is_unlinked is False else -math.inf  # the next to use it asks, or opens it anew
         return is_unlinked is True
 
     def _forget(self, name: Name, segment: OpenSegment) -> None:

@@ -86,8 +86,11 @@ def test_storage_that_does_not_tell_is_left_alone_by_housekeeping_and_opened_ane
         return fstat(fd)
 
     monkeypatch.setattr(os, "fstat", answer)
+    monkeypatch.setattr(open_segments, "CHECKED_FOR_S", 60.0)
+    assert files.lease_at_once(1, 0) is first
+    first.release()
     files.close_unlinked()
-    assert not first.is_forgotten
+    assert not first.is_forgotten and files.lease_at_once(1, 0) is None
     is_mounted = False
     with pytest.raises(TierUnavailable):
         files.lease(1, 0)
