@@ -208,6 +208,7 @@ class Ring:
         self._handle: ctypes.c_void_p | None = handle
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._widening = threading.Lock()  # `submit` does not wait for it: new threads may have memory to pin
 
     def submit(self, ops: Sequence[ReadOp | WriteOp | FlushOp]) -> Batch:
         """Start all operations or none. They run in any order, so submit a flush when its writes have ended.
@@ -260,7 +261,7 @@ class Ring:
         Raises TierUnavailable when threads cannot be started.
         """
         message = Message()
-        with self._lock:
+        with self._widening:
             if self._handle is None or self._pid != os.getpid():
                 return
             error = library.kvtier_ring_widen(self._handle, int(hung_after_s * 1e9), *message.room)
@@ -269,7 +270,7 @@ class Ring:
 
     def close(self, timeout_s: float = 1.0) -> bool:
         """Cancel queued operations and end the threads. Return False if some hang in the kernel: they keep running."""
-        with self._lock:
+        with self._widening, self._lock:
             handle, self._handle = self._handle, None
         if handle is None or self._pid != os.getpid():
             return True

@@ -1,13 +1,16 @@
 """The ring while one file hangs: other threads stand in for those that it holds, and the file gets no more of them."""
 
 import os
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvtier.format.geometry import PAGE_BYTES
+from kvtier.io import ring as ring_module
 from kvtier.io.ring import AlignedBuffer, Batch, Ring
 from tests.support.rig import Engine
 from tests.waiting import wait_until
@@ -119,3 +122,31 @@ def test_saves_and_loads_of_other_files_go_on(tmp_path: Path, hung: HungRead, wh
     assert blocker.wait(TIMEOUT_S)
     engine.close()
     os.close(fd)
+
+
+def test_nobody_who_submits_waits_for_new_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have memory to pin for a GPU, which takes long where it is busy."""
+    fd, record = open_file(tmp_path / "file", direct=False), Record(1, PAGE_BYTES, 1)
+    widening, may_go_on = threading.Event(), threading.Event()
+
+    def wait(*args: object) -> int:
+        widening.set()
+        may_go_on.wait(TIMEOUT_S)
+        return 0
+
+    with Ring(THREADS, PIECE_BYTES) as ring:
+        with monkeypatch.context() as during:
+            during.setattr(ring_module, "library", SimpleNamespace(kvtier_ring_widen=wait))
+            widen, submit = (
+                threading.Thread(target=work) for work in (lambda: ring.widen(1.0), lambda: ring.submit([]))
+            )
+            widen.start()
+            assert widening.wait(TIMEOUT_S)
+            submit.start()
+            submit.join(TIMEOUT_S / 4)
+            has_submitted = not submit.is_alive()
+            may_go_on.set()
+            for thread in (widen, submit):
+                thread.join()
+        assert has_submitted
+        assert finished(ring.submit([record.write_op(fd)]))[0].ok
