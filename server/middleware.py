@@ -34,6 +34,7 @@ SECURITY_HEADERS = {
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
 HSTS = "max-age=31536000"
+READ_FACTOR = 16  # a body is read up to so many limits before it is refused: clients that still send see no answer
 
 
 class SecurityHeaders:
@@ -142,17 +143,21 @@ class WholeBody:
         length = headers.get("content-length", "0")
         if not length.isdecimal() or len(length) > 18:
             raise Refused(400, "its Content-Length is no number", {"Connection": "close"})
-        if int(length) > self._bytes_max:
+        most = READ_FACTOR * self._bytes_max
+        if int(length) > (self._bytes_max if "expect" in headers else most):
             raise too_large
-        body = bytearray()
+        body, n_read = bytearray(), 0
         while True:
             message = await receive()
             if message["type"] != "http.request":
                 return None
-            body += message.get("body", b"")
-            if len(body) > self._bytes_max:
+            n_read += len(message.get("body", b""))
+            if n_read <= self._bytes_max:
+                body += message.get("body", b"")
+            has_more = message.get("more_body", False)
+            if n_read > (self._bytes_max if not has_more else most):
                 raise too_large
-            if not message.get("more_body", False):
+            if not has_more:
                 return bytes(body)
 
 

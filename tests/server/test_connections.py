@@ -195,3 +195,17 @@ def test_handshakes_of_an_address_are_capped(tmp_path: Path, monkeypatch: pytest
             assert answer(client) == b"HTTP/1.1 200 OK"
         for connection in idle:
             connection.close()
+
+
+@pytest.mark.parametrize("expects", [b"", b"Expect: 100-continue\r\n"])
+def test_a_client_that_sends_too_much_gets_an_answer(
+    expects: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a connection that is reset while it sends, which hides the answer."""
+    n_bytes = 12 << 20  # more than the sockets' buffers hold
+    head = b"POST /api/v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with served(tmp_path / "kv", monkeypatch, timeout_s=60.0) as port, closing(connect(port)) as one:
+        one.sendall(head + expects + b"Content-Length: %d\r\n\r\n" % n_bytes)
+        if not expects:
+            one.sendall(b"x" * n_bytes)
+        assert one.recv(100).startswith(b"HTTP/1.1 413 ")
