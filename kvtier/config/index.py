@@ -139,7 +139,8 @@ class IndexSettings(BaseModel):
         for name in ("password", "sentinel_password"):
             path = getattr(self, f"{name}_file")
             if getattr(self, name) is not None and path is not None:
-                raise ConfigError(f"index.{name}_file", str(path), f"index.{name} is set too: leave one of them out")
+                fix = f"index.{name}, or a password in index.url, is set too: leave one of them out"
+                raise ConfigError(f"index.{name}_file", str(path), fix)
         if self.username is not None and self.password is None and self.password_file is None:
             raise ConfigError("index.username", self.username, "it has no password: set index.password_file too")
 

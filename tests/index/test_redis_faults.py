@@ -452,10 +452,18 @@ def test_wrong_logins_are_refused_without_a_word_of_the_password(tmp_path: Path)
         fault = refusal(good.model_copy(update={"prefix": "others"}))
         assert fault.key == "index.username" and "~others:*" in fault.fix
         fault = refusal(good.model_copy(update={"tls_ca_file": None}))
-        assert fault.key == "index.tls_ca_file"
+        assert fault.key == "index.tls_ca_file" and "name the authority" in fault.fix
+        fault = refusal(good.model_copy(update={"url": f"rediss://localhost:{server.port}/0"}))
+        assert fault.key == "index.url" and "as the certificate names it" in fault.fix
         index = RedisIndex(good)
         index.bind("a root")
         index.close()
+
+
+def test_a_database_that_the_server_lacks_is_refused(server: Server) -> None:
+    """An engine that started with it would cache nothing for good."""
+    fault = refusal(index_settings(server.url.removesuffix("/0") + "/99"))
+    assert fault.key == "index.url" and "no database of this number" in fault.fix
 
 
 def test_a_server_of_another_kind_is_refused(server: Server, masters: list[Server]) -> None:

@@ -1,6 +1,6 @@
 """Check that a Redis index belongs to this root, and start-up errors of its server in terms of the settings (I8)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from redis.exceptions import AuthenticationError, MovedError, NoPermissionError, RedisError, ResponseError
@@ -40,17 +40,21 @@ class Binding:
         (version, root), _ = self._checked([])
         if version is not None and root_id is not None:
             self._check_root(version, root, root_id.encode())
-        return "to be created" if version is None else f"there, of root {(root or b'?').decode()}", self._evicts()
-
-    def _evicts(self) -> str:
-        """Return the fix for a server that evicts keys; "" for one that refuses INFO, a right that engines do not
-        need."""
+        state = "to be created" if version is None else f"there, of root {(root or b'?').decode()}"
         (answer,) = self._wire.run([Request(self._meta, ("INFO", "memory"))])
-        if not isinstance(answer, dict):
+        if not isinstance(answer, dict):  # a right that engines do not need
+            return f"{state}; maxmemory-policy was not looked at, because this user may not run INFO", ""
+        return state, self._memory_fault(answer)
+
+    @staticmethod
+    def _memory_fault(memory: Mapping[str, Any]) -> str:
+        """Return what is wrong, and the fix, of a server that is full or that evicts keys; "" for any other."""
+        policy, room = memory.get("maxmemory_policy", "noeviction"), memory.get("maxmemory", 0)
+        if not room:
             return ""
-        policy, room = answer.get("maxmemory_policy", "noeviction"), answer.get("maxmemory", 0)
-        if policy == "noeviction" or not room:
-            return ""
+        if policy == "noeviction":
+            is_full = memory.get("used_memory", 0) > room
+            return f"Redis is full (maxmemory {room}), and takes nothing new: raise maxmemory" if is_full else ""
         return (
             f"Redis evicts keys when it is full (maxmemory {room}, maxmemory-policy {policy}), and the index loses "
             "chunks then: set maxmemory-policy to noeviction"
@@ -132,11 +136,17 @@ class Binding:
             raise ConfigError("index.username", self._settings.username, fix)
         if isinstance(error, AuthenticationError) or said.startswith(("NOAUTH", "WRONGPASS")):
             raise self._wrong_login(error, said)
+        if "CERTIFICATE_VERIFY_FAILED" in said and "mismatch" in said:
+            fix = f"the server's certificate is another host's ({said}): write the host as the certificate names it"
+            raise ConfigError("index.url", url, fix)
         if "CERTIFICATE_VERIFY_FAILED" in said:
             fix = f"the server's certificate is not trusted ({said}): name the authority that signed it"
             raise ConfigError("index.tls_ca_file", str(self._settings.tls_ca_file or "") or None, fix)
         if "WRONG_VERSION_NUMBER" in said:
             raise ConfigError("index.url", url, "that port speaks without TLS: begin the URL with redis, not rediss")
+        if "DB index is out of range" in said:
+            fix = "the server has no database of this number: set a lower one, or raise `databases` in redis.conf"
+            raise ConfigError("index.url", url, fix)
         if isinstance(error, MovedError):
             raise self._no_single()
         if "cluster support disabled" in said or "Cluster mode is not enabled" in said:

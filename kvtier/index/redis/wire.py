@@ -25,6 +25,7 @@ from redis.exceptions import (
     ConnectionError,
     MasterDownError,
     MovedError,
+    OutOfMemoryError,
     ReadOnlyError,
     RedisClusterException,
     RedisError,
@@ -115,9 +116,11 @@ def unavailable(error: RedisError, settings: IndexSettings | None = None) -> Ind
 
 
 def _fix(error: RedisError) -> str:
-    """Return what to do about a server that does not answer; "" for any other error."""
+    """Return what to do about a server that does not answer or is full; "" for any other error."""
     if isinstance(error, BusyLoadingError):
         return "wait until it has loaded its data"
+    if isinstance(error, OutOfMemoryError):
+        return "raise its maxmemory"
     if isinstance(error, TimeoutError) and "connecting" not in str(error):
         return "look at its load, or raise index.reply_timeout_ms"
     is_away = isinstance(error, ConnectionError | TimeoutError) and not isinstance(error, AuthenticationError)
