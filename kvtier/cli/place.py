@@ -8,6 +8,7 @@
 Capacity, quotas, tenants and a Redis index are in the settings alone, so commands that depend on them require these.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from kvtier.config.kv_transfer import ROOT_VARIABLE
 from kvtier.config.settings import Settings, has_root_variable
 from kvtier.errors import ConfigError
 from kvtier.index.open import open_index
+from kvtier.maintenance.sweeper import is_to_be_rebuilt
 from kvtier.storage.root import Root, find_root, is_read_only, with_default_capacity
 from kvtier.storage.start_wait import in_time
 
@@ -119,6 +121,9 @@ def deployment(
         )
     if not (reads and is_read_only(place.root)):
         with closing(open_for_admin(place.settings)) as found:
+            if is_to_be_rebuilt(found.index, found.root.folder):
+                said = "the index is partial until an engine, or kvtier index rebuild, has read the segments"
+                print(f"{place.root.path}: {said}", file=sys.stderr)
             yield found
     elif place.settings.index.kind == "redis" and place.root.root_id:
         with closing(open_index(place.settings, place.root)) as index:

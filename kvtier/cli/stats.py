@@ -96,13 +96,11 @@ def _root_row(entry: NamespaceStats) -> tuple[str, ...]:
 
 def _print(target: Opened, seen: Snapshot) -> None:
     capacity, index = seen.capacity, seen.index
-    is_partial = index.is_being_rebuilt
-    state = "; partial until an engine, or kvtier index rebuild, has read the segments" if is_partial else ""
     print(
         f"{target.root.path}: {share(capacity.used_bytes, capacity.capacity_bytes)} reserved by segment sets, "
         f"{size(capacity.pinned_bytes)} pinned, {size(capacity.disk_free_bytes)} free on the disk\n"
         f"index: {target.settings.index.kind}, {counted(index.chunks, 'chunk')} in "
-        f"{counted(index.sets, 'segment set')}{state}\n"
+        f"{counted(index.sets, 'segment set')}\n"
         f"eviction: above {percent(capacity.high_watermark)} down to {percent(capacity.low_watermark)}"
     )
     _print_engines(seen, ("tiers", _tiers(seen.tiers), (1, 2)), ("namespaces", _namespaces(seen), (3, 4, 5)))

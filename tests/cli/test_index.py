@@ -1,6 +1,7 @@
 """`kvtier index rebuild` and `index check`, for an embedded index and for one in Redis."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,25 @@ def test_a_rebuild_counts_again_what_redis_lost_the_counts_of(tmp_path: Path, cl
         cli.run("index", "rebuild", *place.words)
         assert "cmdstat_scan:calls=1," in server.cli("info", "commandstats"), "all entries are read once"
         assert cli.json("stats", *place.words)["index"]["chunks"] == CHUNKS
+
+
+def test_commands_say_that_an_index_is_partial(tmp_path: Path, cli: Cli) -> None:
+    """As that of a copied root: lookups found nothing, and nothing was to be evicted, without a word of why."""
+    root = Path(shutil.copytree(Place(tmp_path, None).root, tmp_path / "copy"))
+    config = tmp_path / "copy.yaml"
+    config.write_text(yaml.safe_dump({"root": str(root)}))
+    tokens = tmp_path / "tokens"
+    tokens.write_text(json.dumps(list(range(64 * CHUNKS))))
+    lookup = ("lookup", str(config), "--tokens", str(tokens))
+    for words, status in (
+        (lookup, 1),
+        (("evict", str(config), "--all", "--dry-run"), 0),
+        (("pin", str(config)), 0),
+        (("stats", str(config)), 0),
+    ):
+        assert "partial until an engine, or kvtier index rebuild" in cli.errors(*words, status=status)
+    cli.run("index", "rebuild", str(config))
+    assert "partial" not in cli.errors(*lookup, status=0)
 
 
 def test_an_entry_without_a_record_is_found_and_a_rebuild_takes_it_out(place: Place, cli: Cli) -> None:
@@ -268,3 +288,9 @@ def test_a_redis_that_evicts_is_warned_of(policy: str, tmp_path: Path, cli: Cli)
         is_said = "set maxmemory-policy to noeviction" in cli.printed("check", str(config))
         (verdict,) = [found for found in examine(config) if found.what == "Redis"]
         assert is_said == (verdict.level == "warn") == (policy != "noeviction")
+        server.cli("config", "set", "maxmemory", "1")
+        is_full = policy == "noeviction"
+        assert is_full == ("Redis is full" in cli.printed("check", str(config)))
+        server.cli("acl", "setuser", "default", "-info")
+        (verdict,) = [found for found in examine(config) if found.what == "Redis"]
+        assert verdict.level == "ok" and "maxmemory-policy was not looked at" in verdict.value
