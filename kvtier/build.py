@@ -213,7 +213,7 @@ def open_store(
         index.metrics = keeper.metrics
     keeper.start()
     log.info(
-        "tier at %s: %s index, namespace %s, segment sets of %d chunks and %d MiB, in %d files a rank",
+        "tier at %s: %s index, namespace %s, segment sets of %d chunks and %d MiB, files a rank: %d",
         root.path,
         settings.index.kind,
         namespace.id.hex(),

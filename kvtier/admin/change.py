@@ -14,7 +14,7 @@ from kvtier.eviction.choice import Kept, KeptReason, Selection
 from kvtier.eviction.limits import Used, quota_value
 from kvtier.eviction.pins import Pin
 from kvtier.index.base import SetInfo
-from kvtier.runtime.units import exact
+from kvtier.runtime.units import exact, size
 
 KEPT_OWNERS_MAX = 5  # engines named in an answer about sets that stay
 PINS_MAX = 1000  # pins in a root
@@ -109,7 +109,7 @@ def add_pin(
     total = sum(info.n_bytes for info in [*already, *(info for info in meant if info.set_id not in known)])
     if total > _max_bytes(opened):
         raise AdminRefusal(
-            f"pins would protect {total} bytes and may protect {_max_bytes(opened)} "
+            f"pins would protect {size(total)} and may protect {size(_max_bytes(opened))} "
             "(capacity.pinned_max_fraction of capacity_bytes)"
         )
     pins_backup.put(opened.index, opened.root.folder, pin.name, pin.pack(), expires_s)

@@ -97,7 +97,7 @@ def restore(index: Index, folder: Path, now_s: float) -> Restored:
             counts[next(prefix for prefix in PREFIXES if kept.name.startswith(prefix))] += 1
     found = Restored(counts[pins.PREFIX], counts[limits.PREFIX])
     if any(found):
-        log.info("the index had lost %d pins and %d quotas, which are restored from the root", *found)
+        log.info("the index had lost pins (%d) or quotas (%d): they are restored from the root", *found)
     return found
 
 

@@ -123,8 +123,8 @@ class Housekeeper:
     def _mend_sum(self) -> None:
         lacking = self._index.mend_sum()
         if lacking:
-            text = "the index had lost the sizes of some segment sets, or their sum: %+d bytes are counted again"
-            log.warning(text, lacking)
+            text = "the index had lost the sizes of some segment sets, or their sum: it is corrected by %+.1f MiB"
+            log.warning(text, lacking / 2**20)
 
     def _disk_s(self) -> float:
         """Return the time by the clock that dates the root's files. On a network file system that is the server's,
