@@ -27,6 +27,7 @@ class Room:
         self._settle_s = SETTLE_FIRST_S
         self.limit_bytes: int | None = None  # room by the last refusal; None: nothing was refused
         self._refused_s = float("-inf")
+        self._row_s: float | None = None  # first refusal since the last one that was news; None: saves worked since
         self._raise_s = 0.0
         self._step_bytes = 0
         self._disk_agreed = False  # statvfs said, too, that the disk is full
@@ -71,9 +72,15 @@ class Room:
     def refused(self, now_s: float, set_bytes: int, free_bytes: int, need_bytes: int) -> bool:
         """Take it as the limit that there was no room for a set beside `set_bytes`. Return whether it is news: soon
         after an eviction it is not, because the space of what was evicted may still be on its way."""
+        if self._row_s is None or not 0.0 <= now_s - self._refused_s < SETTLE_MAX_S:
+            self._row_s = now_s
         self._refused_s = now_s
-        if 0.0 <= now_s - self._evicted_s < self._settle_s or self.is_waiting(now_s, free_bytes):
+        # Sets that are closed because their files found no room make the sum drop as evictions do, each time. So a row
+        # of refusals is news in any case once it has lasted for as long as an eviction takes to show.
+        is_settling = all(0.0 <= now_s - since_s < self._settle_s for since_s in (self._evicted_s, self._row_s))
+        if is_settling or self.is_waiting(now_s, free_bytes):
             return False
+        self._row_s = now_s
         if self._reclaim_s:
             self._awaited = now_s + self._reclaim_s, free_bytes + need_bytes
         self._settle_s = min(SETTLE_MAX_S, 2 * self._settle_s)
@@ -98,6 +105,6 @@ class Room:
         if now_s - self._refused_s < SETTLE_FIRST_S:  # it may have been a segment that was made before
             return
         self._settle_s = SETTLE_FIRST_S
-        self._awaited = None
+        self._awaited = self._row_s = None
         if self.limit_bytes is not None and set_bytes > self.limit_bytes:
             self.limit_bytes = set_bytes + need_bytes

@@ -101,6 +101,20 @@ def test_refusals_soon_after_an_eviction_are_no_news() -> None:
     assert room.bytes_for_sets(32.0 + LATE_S, 70, 20, 10) == 90
 
 
+def test_sets_that_found_no_room_are_not_taken_for_evictions_for_good() -> None:
+    """A set whose files found no room counts until it is closed. Each such end was taken for an eviction whose space
+    was on its way, so on a disk that others had filled nothing was evicted, nor saved."""
+    room = Room()
+    room.bytes_for_sets(0.0, 70, 0, 3)
+    news_s = []
+    for tick in range(60):
+        room.bytes_for_sets(tick, 73, 0, 3)  # the set is offered, and its file cannot be made
+        room.bytes_for_sets(tick + 0.5, 70, 0, 3)  # it is closed, without a byte
+        if room.refused(tick + 0.5, 70, 0, need_bytes=3):
+            news_s.append(tick)
+    assert news_s == [5, 15, 35] and room.limit_bytes == 67
+
+
 def test_what_is_saved_beyond_a_limit_lifts_it_once_nothing_is_refused() -> None:
     room = Room()
     room.bytes_for_sets(0.0, 50, 1000, 10)
