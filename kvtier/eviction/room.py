@@ -72,7 +72,7 @@ class Room:
     def refused(self, now_s: float, set_bytes: int, free_bytes: int, need_bytes: int) -> bool:
         """Take it as the limit that there was no room for a set beside `set_bytes`. Return whether it is news: soon
         after an eviction it is not, because the space of what was evicted may still be on its way."""
-        if self._row_s is None or not 0.0 <= now_s - self._refused_s < SETTLE_MAX_S:
+        if self._row_s is None or not 0.0 <= now_s - self._refused_s < self._settle_s:
             self._row_s = now_s
         self._refused_s = now_s
         # Sets that are closed because their files found no room make the sum drop as evictions do, each time. So a row

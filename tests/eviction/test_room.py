@@ -115,6 +115,15 @@ def test_sets_that_found_no_room_are_not_taken_for_evictions_for_good() -> None:
     assert news_s == [5, 15, 35] and room.limit_bytes == 67
 
 
+def test_a_refusal_long_ago_makes_none_after_an_eviction_news() -> None:
+    room = Room()
+    room.bytes_for_sets(0.0, 90, 0, 3)
+    assert room.refused(0.0, 90, 0, need_bytes=3)
+    room.bytes_for_sets(40.0, 90, 0, 3)
+    room.bytes_for_sets(40.5, 70, 0, 3)  # evicted, and the space is on its way
+    assert not room.refused(41.0, 70, 0, need_bytes=3)
+
+
 def test_what_is_saved_beyond_a_limit_lifts_it_once_nothing_is_refused() -> None:
     room = Room()
     room.bytes_for_sets(0.0, 50, 1000, 10)
