@@ -208,7 +208,7 @@ class Ring:
         self._handle: ctypes.c_void_p | None = handle
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._widening = threading.Lock()  # `submit` does not wait for it: new threads may have memory to pin
+        self._widening = threading.Lock()  # held while threads are added, which may pin memory; `submit` takes `_lock`
 
     def submit(self, ops: Sequence[ReadOp | WriteOp | FlushOp]) -> Batch:
         """Start all operations or none. They run in any order, so submit a flush when its writes have ended.
@@ -269,12 +269,16 @@ class Ring:
             raise TierUnavailable(f"I/O threads cannot be started beside those that hang: {message.of(error)}")
 
     def close(self, timeout_s: float = 1.0) -> bool:
-        """Cancel queued operations and end the threads. Return False if some hang in the kernel: they keep running."""
-        with self._widening, self._lock:
+        """Cancel queued operations and end the threads. Return False if some hang in the kernel, or threads that are
+        being added do: they keep running."""
+        is_free = self._widening.acquire(timeout=timeout_s)
+        with self._lock:
             handle, self._handle = self._handle, None
+        if is_free:
+            self._widening.release()
         if handle is None or self._pid != os.getpid():
             return True
-        return bool(library.kvtier_ring_close(handle, int(timeout_s * 1e9)))
+        return is_free and bool(library.kvtier_ring_close(handle, int(timeout_s * 1e9)))
 
     def __enter__(self) -> Ring:
         return self

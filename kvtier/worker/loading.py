@@ -39,8 +39,8 @@ from kvtier.worker.record_reader import FetchFailed, FileReads, HeldSegments, Re
 if TYPE_CHECKING:
     from kvtier.worker.loads import Loader
 
-# Chunks of a load whose segments one task of the pool opens, or that are copied behind one mark: as many as have
-# OPENED_BYTES, within these limits.
+# Chunks of a load whose reads begin together, or whose segments one task of the pool opens, or that are copied behind
+# one mark: as many as have OPENED_BYTES, within these limits.
 OPENED_MIN, OPENED_MAX, OPENED_BYTES = 8, 32, 512 << 20
 _batch_of = attrgetter("reads.batch")
 # Most loaded chunks, and most bytes of them, that are being copied into the host arena; one chunk always may be. Chunks

@@ -27,9 +27,10 @@ from kvtier.worker.record_reader import FetchFailed
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.0003, 0.008  # pause after a turn in which nothing had ended; it doubles up to the maximum
 # Pause after a turn in which something ended, while QUEUED_BYTES of I/O are queued: each turn takes the interpreter
-# lock from the engine. DECODE_PAUSE_S: while requests decode. Beside 16 loads of 12,000 tokens, 16 decoding requests
-# got 63 tokens a second with 0.01 instead of 50 with 0.004, and the last load ended 6 % later (one H200, means of five
-# in turns; results/gpu/under_load_reads.json).
+# lock from the engine. DECODE_PAUSE_S: while requests decode. At most until half of the I/O may have ended. Beside 16
+# loads of 12,000 tokens, each of 16 decoding requests got 63 tokens a second with 0.01 instead of 50 with 0.004, and
+# the last of the loads' requests had its first token 6 % later (one H200, means of five in turns;
+# results/gpu/under_load_reads.json).
 QUEUED_PAUSE_S, DECODE_PAUSE_S, QUEUED_BYTES = 0.004, 0.01, 512 << 20
 # While the engine launches a forward, that pause lasts until half of the I/O may have ended, at a rate that no storage
 # exceeds, or LAUNCH_PAUSE_MAX_S. Beside 16 loads of 12,000 tokens, 16 decoding requests got 1.3 times as many tokens

@@ -1,7 +1,8 @@
 """Record reader: reads the records of chunks from segments into arena slots, checks them, and retracts those that are
 bad or gone.
 
-All but `begin_at_once` may wait for the storage or for the index, so it runs on threads of the pool."""
+What may wait for the storage or for the index runs on threads of the pool: all but `begin_at_once` and the questions
+about segments that do not answer."""
 
 import errno
 import threading
@@ -129,10 +130,11 @@ class RecordReader:
             held.segments[name] = segment
             return segment
 
-        begun_s = self._worker.clock()
+        begun_s, batches = self._worker.clock(), list[Reads]()
         with suppress(Exception):  # also our bug: it is to cost one load, as in the pool, and not all those of the loop
-            return self._submit([self._prepare(chunk, slot, held, lease) for chunk, slot in chunks], held, begun_s)
-        return None
+            prepared = [self._prepare(chunk, slot, held, lease) for chunk, slot in chunks]
+            batches += self.engine.submit_each([each.ops for each in prepared])
+        return _file_reads(prepared, batches, held, begun_s) if batches else None
 
     def begin(self, chunks: Sequence[tuple[LoadChunk, int]], held: HeldSegments) -> list[FileReads | Exception]:
         """Submit the reads of chunks into their slots, in order up to the first that fails. Return the reads of each,
@@ -154,24 +156,16 @@ class RecordReader:
         if not prepared:
             return [*failed]
         try:
-            reads = self._submit(prepared, held, begun_s)
+            batches = self.engine.submit_each([each.ops for each in prepared])
         except TierUnavailable as failure:
             return [failure]
+        reads = _file_reads(prepared, batches, held, begun_s)
         return [*reads, *failed] if len(reads) == len(prepared) else [*reads]  # else the queue was full
-
-    def _submit(self, prepared: Sequence[_Prepared], held: HeldSegments, begun_s: float) -> list[FileReads]:
-        """Return the reads of the first chunks, as many as the queue has room for. Raises TierUnavailable if it has
-        none."""
-        reads = []
-        batches = self.engine.submit_each([each.ops for each in prepared])
-        for (key, slot, sources, _, pages), batch in zip(prepared, batches, strict=False):
-            reads.append(FileReads(held.namespace, key, slot, sources, batch, begun_s, pages, held.is_anew))
-        return reads
 
     def _prepare(
         self, chunk: LoadChunk, slot: int, held: HeldSegments, lease: Callable[[bytes, Location, Name], OpenSegment]
     ) -> _Prepared:
-        """Raises FetchFailed, Corrupt, and what `lease` does."""
+        """Raises FetchFailed, Corrupt, and whatever `lease` raises."""
         located, _ = entries.parse(chunk.entry)
         for location in located:
             if self._slab_bytes.get(location.extent) != location.slab_bytes:
@@ -371,6 +365,16 @@ class RecordReader:
         extent = Extent(e.first_layer, e.n_layers, wanted.first_head, wanted.n_heads)
         slabs = self.arena.slabs(reads.slot, source.cut.slot_offset, wanted.n_heads, source.cut.slab_bytes)
         return not self._signer.bad_slabs(reads.namespace, reads.key, extent, slabs.numpy(), tags)
+
+
+def _file_reads(
+    prepared: Sequence[_Prepared], batches: Sequence[Reads], held: HeldSegments, begun_s: float
+) -> list[FileReads]:
+    """Return the reads of the first chunks: as many as there are batches, for which the queue had room."""
+    reads = []
+    for (key, slot, sources, _, pages), batch in zip(prepared, batches, strict=False):
+        reads.append(FileReads(held.namespace, key, slot, sources, batch, begun_s, pages, held.is_anew))
+    return reads
 
 
 def _names(locations: Iterable[Location]) -> set[tuple[int, int]]:

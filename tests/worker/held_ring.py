@@ -25,6 +25,8 @@ class HeldBatch:
 
 
 class HeldRing(Reader):
+    never_waits = True
+
     def __init__(self, inner: Ring) -> None:
         self._inner = inner
         self.n_submitted = 0

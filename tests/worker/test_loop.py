@@ -11,7 +11,15 @@ import pytest
 from kvtier.errors import TierUnavailable
 from kvtier.runtime.threads import ThreadJobs
 from kvtier.worker import loop as loop_module
-from kvtier.worker.loop import QUEUED_BYTES, QUEUED_PAUSE_S, TaskPool, TransferLoop, Turn
+from kvtier.worker.loop import (
+    DECODE_PAUSE_S,
+    FASTEST_BYTES_S,
+    QUEUED_BYTES,
+    QUEUED_PAUSE_S,
+    TaskPool,
+    TransferLoop,
+    Turn,
+)
 from tests.manual_jobs import ManualJobs
 from tests.waiting import wait_until
 
@@ -142,6 +150,19 @@ def test_copies_that_begin_while_the_loop_gives_up_are_waited_for(loop: Transfer
     loop.post(None)
     assert loop.drain(10)
     assert ended == ["copied"]
+
+
+@pytest.mark.parametrize(("decodes", "pause_s"), [(False, QUEUED_PAUSE_S), (True, DECODE_PAUSE_S)])
+def test_the_pause_is_longer_while_requests_decode(
+    loop: TransferLoop, decodes: bool, pause_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never so long that half of the I/O may have ended."""
+    pauses = list[float]()
+    monkeypatch.setattr(loop_module, "time", SimpleNamespace(sleep=pauses.append))
+    loop.step_begins(computes=False, decodes=decodes)
+    for n_bytes in (QUEUED_BYTES, 4 * QUEUED_BYTES):
+        loop._give_way(n_bytes)
+    assert pauses == [min(pause_s, QUEUED_BYTES / 2 / FASTEST_BYTES_S), pause_s]
 
 
 def test_no_turn_is_made_while_the_engine_launches_a_forward(

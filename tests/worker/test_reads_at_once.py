@@ -11,6 +11,7 @@ from kvtier.errors import TierUnavailable
 from kvtier.io.ring import Batch, Ring
 from kvtier.plan import LoadChunk
 from kvtier.storage import open_segments
+from kvtier.worker import loads
 from kvtier.worker.loop import TaskPool
 from kvtier.worker.record_reader import RecordReader
 from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, is_equal
@@ -60,6 +61,20 @@ def test_a_segment_that_may_have_lost_its_name_is_asked_by_the_pool(
     monkeypatch.setattr(open_segments, "CHECKED_FOR_S", -1.0)
     load(engine)
     assert tasks
+
+
+def test_a_load_goes_on_where_a_turn_has_begun_enough(
+    engine: Engine, tasks: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.load(TOKENS, BLOCKS)
+    tasks.clear()
+    chunks = engine.transfers[0]._loader._chunks
+    monkeypatch.setattr(chunks, "begun_together", 1)
+    monkeypatch.setattr(loads, "BEGUN_MAX", 1)
+    begin, begun = chunks.begin, list[int]()
+    monkeypatch.setattr(chunks, "begin", lambda fetches: begun.append(len(fetches)) or begin(fetches))
+    load(engine)
+    assert begun == 5 * [1] and not tasks
 
 
 @pytest.mark.parametrize("room", [0, 2], ids=["no room", "room for two"])

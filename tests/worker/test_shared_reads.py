@@ -174,6 +174,8 @@ def test_a_read_that_hangs_keeps_no_slots_from_others(tmp_path: Path, monkeypatc
     first_key, let_go = engine.keys(long)[0], threading.Event()
 
     class HangingReader(Reader):
+        never_waits = True
+
         def submit(self, ops: Sequence[ReadOp]) -> Batch | HeldBatch:
             batch = ring.submit(ops)
             return HeldBatch(batch, let_go) if ops[0].key == first_key else batch
