@@ -47,7 +47,7 @@ OF_VLLM = ("enable_weights_track",)  # keys of vLLM's default loader that mean s
 TRACED = "traced"  # origin of a plan
 PLAIN = bool | int | float | str | None  # values that a loader may leave in a model as a note
 LOADED_AS_THEMSELVES = ("bitsandbytes", "gguf")  # quantizations with a load format of this name, of vLLM or a plugin
-READ_AS_TENSORS = ("bitsandbytes", "gguf", "torchao")  # quantizations whose loaders need values
+READ_AS_TENSORS = (*LOADED_AS_THEMSELVES, "torchao")  # quantizations whose loaders need values
 
 
 class PlannedLoad(NamedTuple):
@@ -86,15 +86,26 @@ class KvtierModelLoader(DefaultModelLoader):
 
     def load_model(self, vllm_config: Any, model_config: Any, **rest: Any) -> torch.nn.Module:
         """Build the model, load it, and let vLLM process its weights. Raises as `load_weights`."""
-        if (other := model_config.quantization) in LOADED_AS_THEMSELVES:
-            log.info("weights are loaded by load format %s, not by kvtier, which does not read such files", other)
-            config = dataclasses.replace(self.load_config, load_format=other, model_loader_extra_config={})
-            model: torch.nn.Module = get_model_loader(config).load_model(vllm_config, model_config, **rest)
-            return model
+        loader = self._other_loader(model_config.quantization)
+        if loader is not None:
+            loaded: torch.nn.Module = loader.load_model(vllm_config, model_config, **rest)
+            return loaded
         if (Path(model_config.model) / NAME).exists():
             keep_tied(model_config)
-        model = super().load_model(vllm_config=vllm_config, model_config=model_config, **rest)
+        model: torch.nn.Module = super().load_model(vllm_config=vllm_config, model_config=model_config, **rest)
         return model
+
+    def _other_loader(self, quantization: str | None) -> Any:
+        """Return the loader of a quantization with a load format of its own; None without one, or if neither this vLLM
+        nor a plugin has it."""
+        if quantization not in LOADED_AS_THEMSELVES:
+            return None
+        config = dataclasses.replace(self.load_config, load_format=quantization, model_loader_extra_config={})
+        with suppress(ValueError):  # vLLM 0.32 has no load format bitsandbytes
+            loader = get_model_loader(config)
+            log.info("weights are loaded by load format %s, not by kvtier", quantization)
+            return loader
+        return None
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Fill the parameters. Return when all bytes have landed.

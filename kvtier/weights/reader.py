@@ -23,6 +23,7 @@ from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io import ranges
 from kvtier.io.ranges import RangeFailure, RangeProgress, RangeReader
 from kvtier.model.safetensors import header_size, read_header
+from kvtier.runtime.file_descriptors import close_file
 from kvtier.weights.copies import Copy, Table, check, contiguous, pack
 from kvtier.weights.device_sums import DeviceSums, begin_sums
 
@@ -238,7 +239,7 @@ def open_file(path: Path, stack: ExitStack) -> OpenWeightFile:
     """Open a file for direct reads, unless most of it is in the page cache or its file system refuses them."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        stack.callback(_close, descriptor)
+        stack.callback(close_file, descriptor)
         resident = ranges.resident_share(descriptor, os.fstat(descriptor).st_size)
         if resident is not None and resident >= BUFFERED_SHARE:
             return OpenWeightFile(descriptor, False, True)
@@ -247,13 +248,8 @@ def open_file(path: Path, stack: ExitStack) -> OpenWeightFile:
         raise WeightsUnreadable(path, None, f"it cannot be opened: {error.strerror}") from error
     if direct is None:
         return OpenWeightFile(descriptor, False, False)
-    stack.callback(_close, direct)
+    stack.callback(close_file, direct)
     return OpenWeightFile(direct, True, False)
-
-
-def _close(descriptor: int) -> None:
-    with suppress(OSError):  # of a lost network file system; the error of the read names the file
-        os.close(descriptor)
 
 
 def _open_direct(path: Path) -> int | None:
