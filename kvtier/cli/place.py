@@ -23,6 +23,7 @@ from kvtier.cli.root import readable_index
 from kvtier.config.kv_transfer import ROOT_VARIABLE
 from kvtier.config.settings import Settings, has_root_variable
 from kvtier.errors import ConfigError
+from kvtier.index.base import Index
 from kvtier.index.open import open_index
 from kvtier.maintenance.sweeper import is_to_be_rebuilt
 from kvtier.storage.root import Root, find_root, is_read_only, with_default_capacity
@@ -121,16 +122,21 @@ def deployment(
         )
     if not (reads and is_read_only(place.root)):
         with closing(open_for_admin(place.settings)) as found:
-            if is_to_be_rebuilt(found.index, found.root.folder):
-                said = "the index is partial until an engine, or kvtier index rebuild, has read the segments"
-                print(f"{place.root.path}: {said}", file=sys.stderr)
+            _say_if_partial(found.index, place.root)
             yield found
     elif place.settings.index.kind == "redis" and place.root.root_id:
         with closing(open_index(place.settings, place.root)) as index:
+            _say_if_partial(index, place.root)
             yield opened(place.settings, place.root, index)
     else:
         with readable_index(place.root) as index:
             yield opened(place.settings, place.root, index)
+
+
+def _say_if_partial(index: Index, root: Root) -> None:
+    if is_to_be_rebuilt(index, root.folder):
+        said = "the index is partial until an engine, or kvtier index rebuild, has read the segments"
+        print(f"{root.path}: {said}", file=sys.stderr)
 
 
 def load_settings(config: Path | None, *, needs_room: bool = True) -> Settings:

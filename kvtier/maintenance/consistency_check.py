@@ -217,7 +217,7 @@ class _Check:
 
 def drop_lost(index: Index) -> int:
     """Take records out of entries whose set the index does not list: what a publisher left that died beside an
-    evictor. Return how many. Counts the index's entries again."""
+    evictor. Return how many. Count the index's entries again."""
     known = {info.set_id for info in index.sets()}
     lost = [
         (key, location)
