@@ -27,6 +27,7 @@ from kvtier.scheduler.engine_report import (
     Times,
     WorkerReport,
 )
+from kvtier.scheduler.load_threshold import BreakEven
 from tests.scheduler.test_slow_writers import by_hand
 from tests.support.rig import Engine
 
@@ -35,6 +36,19 @@ SPACE = bytes(16)
 
 def reporter(about: About | None = None, metrics: Metrics | None = None, start_s: float = 100.0) -> Reporter:
     return Reporter("host-1-a", about or About(2, "vllm", "0.32.0", "m"), metrics or Metrics(), lambda: start_s)
+
+
+class StepWatch:
+    """Passes steps on as the connector does."""
+
+    def __init__(self, made: Reporter) -> None:
+        self._made = made
+        self._limit = BreakEven()
+
+    def saw_step(self, tokens: int, seconds: float) -> None:
+        token_s = self._limit.saw_step(tokens, seconds)
+        if token_s is not None:
+            self._made.saw_prefill(token_s)
 
 
 def test_figures_come_in_while_a_report_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,14 +97,27 @@ def test_what_loads_saved_is_known_once_a_prefill_was_measured() -> None:
     made = reporter()
     for _ in range(2):  # both ranks of one load
         made.saw_load(1000, 0.1)
+    engine = StepWatch(made)
+    engine.saw_step(100, 5.0)  # too short to tell
     unknown = made.report(101.0, SPACE)
     assert unknown.ttft_saved_s is unknown.ttft_saved_recent_s is unknown.prefill_token_s is None, "0 would be a figure"
-    made.saw_prefill(0.001)
+    engine.saw_step(1000, 1.0)
     for _ in range(2):
         made.saw_load(2000, 0.5)
     found = made.report(102.0, SPACE)
     assert found.prefill_token_s == pytest.approx(0.001) and found.ttft_saved_s == pytest.approx(0.9 + 1.5)
     assert found.ttft_saved_recent_s == pytest.approx(2.4) and made.report(103.0, SPACE).ttft_saved_recent_s == 0
+
+
+def test_a_prefill_that_compiled_a_kernel_does_not_make_loads_look_better() -> None:
+    made = reporter()
+    engine = StepWatch(made)
+    for seconds in (23.0, 1.0, 1.0):
+        engine.saw_step(1000, seconds)
+    for _ in range(2):  # both ranks of one load
+        made.saw_load(1000, 0.1)
+    found = made.report(101.0, SPACE)
+    assert found.prefill_token_s == pytest.approx(0.001) and found.ttft_saved_s == pytest.approx(0.9)
 
 
 def test_what_loads_saved_is_known_from_an_engine_like_this_one() -> None:
