@@ -38,9 +38,9 @@ IDLE_WAIT_S = 0.01
 # While requests decode and other loads are under way, ended loads are answered in groups: a step that also computes the
 # last tokens of newcomers takes an engine several times as long as one that only decodes, for one newcomer or for ten.
 # The time between two groups is GROUP_STEPS times that of the longest step since the last group but one, and at most
-# queues.load_group_s. Beside 16 loads of 12,000 tokens and with 0.05 s, 16 decoding requests got 67 tokens a second
-# instead of 41, and the requests of the loads had their first tokens sooner, the median one after 463 ms instead of 558
-# (one H200, means of four in turns; results/gpu/under_load_reads.json).
+# queues.load_group_s. Beside 16 loads of 12,000 tokens and with 0.05 s, each of 16 decoding requests got 67 tokens a
+# second instead of 41, and the requests of the loads had their first tokens sooner, the median one after 463 ms instead
+# of 558 (one H200, means of four in turns; results/gpu/under_load_reads.json).
 GROUP_STEPS = 2
 
 Clock = Callable[[], float]

@@ -34,7 +34,8 @@ SECURITY_HEADERS = {
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
 HSTS = "max-age=31536000"
-READ_FACTOR = 16  # a body is read up to so many limits before it is refused: clients that still send see no answer
+# Multiple of its limit up to which a body is read before it is refused: a client that is still sending sees no answer.
+READ_FACTOR = 16
 
 
 class SecurityHeaders:
