@@ -272,6 +272,15 @@ def test_gguf_is_loaded_by_the_loader_of_its_own(caplog: Any, monkeypatch: pytes
     assert "weights are loaded by load format gguf" in caplog.text
 
 
+@pytest.mark.parametrize("quantization", ["bitsandbytes", "gguf"])
+def test_a_load_format_that_vllm_lacks_is_not_used(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM 0.32 lacks bitsandbytes: the weights are read as tensors."""
+    monkeypatch.delitem(model_loader._LOAD_FORMAT_TO_MODEL_LOADER, quantization, raising=False)
+    monkeypatch.setattr(DefaultModelLoader, "load_model", lambda self, **rest: "as before")
+    model_config: Any = SimpleNamespace(quantization=quantization, model="/m")
+    assert loader(plan_cache=False).load_model(vllm_config="v", model_config=model_config) == "as before"
+
+
 def test_missing_parameters_are_refused_as_by_vllm(llama: Any, checkpoints: Any, tmp_path: Path) -> None:
     config, _ = llama
     shutil.copytree(checkpoints("llama"), tmp_path / "part")
