@@ -55,11 +55,9 @@ class Checks:
         self._overlapping: set[bytes] = set()
         self._removing: dict[Process | None, int] = {}
         self._condemned: set[int] = set()
-        self._grown_bytes = 0  # of sets with files that had been away, until the limits are kept
         self._read_in_part: set[int] = set()  # sets that a rebuild read while files of theirs were away
         place.index.on_publish = self.look_at_publish
         place.index.on_retract = self.look_at_retract
-        place.index.on_growth = self.note_growth
         place.index.removing = self.removal
 
     # --- the index ---
@@ -238,22 +236,13 @@ class Checks:
                 if len(jobs._queue) > JOBS_MAX:
                     yield "a queue is longer than it may be (I4)", str(len(jobs._queue))
 
-    def note_growth(self, set_id: int, n_bytes: int) -> None:
-        """A sweep counts what had come back. Who keeps the limits evicts as much, if not all is pinned or in use."""
-        if any(away_id == set_id for away_id, _ in self._place.disk.away):
-            self._grown_bytes += max(0, n_bytes)
-
-    def kept_limits(self) -> None:
-        if self._place.index.real.counts().n_bytes <= self._place.capacity_bytes:
-            self._grown_bytes = 0
-
     def look_at_budget(self, late_bytes: int) -> None:
         """Segments never take more than the budget, but for `late_bytes`: what writes that outlived their deadline, or
         their writer's lease, may add to segments that were cut meanwhile, until the next sweep measures them again. (A
         namespace's file of a few hundred bytes is in no budget.) Where files are away for a while, those of a removed
         set may come back after the note of it has expired, or was lost with the index. The index may book too little
-        for a set that was closed, and so measured, while files without a record were away. The next sweep removes
-        them or counts them, until the limits are kept."""
+        for a set that was closed, and so measured, while files without a record were away. The next sweep counts or
+        removes them."""
         place = self._place
         known = {info.set_id: info for info in place.index.real.sets()}
         files: defaultdict[int, dict[Segment, int]] = defaultdict(dict)
@@ -261,8 +250,7 @@ class Checks:
             files[at[0]][at] = path.stat().st_blocks * 512
         came_back = sum(self._came_back(known.get(set_id), of_set) for set_id, of_set in files.items())
         taken_bytes = place.disk.segments_bytes() - came_back
-        counted_beyond = max(0, place.index.real.counts().n_bytes - place.capacity_bytes)
-        if taken_bytes > place.capacity_bytes + late_bytes + min(self._grown_bytes, counted_beyond):
+        if taken_bytes > place.capacity_bytes + late_bytes:
             self._violate(f"segments take {taken_bytes} bytes of {place.capacity_bytes}")
 
     def _came_back(self, info: SetInfo | None, files: dict[Segment, int]) -> int:
@@ -349,7 +337,6 @@ def watching(checks: Checks) -> Iterator[None]:
     """Knows who evicts, and what was evicted, while it lasts."""
     runtime = checks._place.runtime
     plain_evict, plain_remove, plain_unlink = Evictor._remove, Remover.remove, Remover._unlink
-    plain_keep_limits = Evictor.keep_limits
 
     def evict(evictor: Evictor, victims: Sequence[SetInfo], token: int) -> EvictionResult:
         process = runtime.process
@@ -373,14 +360,8 @@ def watching(checks: Checks) -> Iterator[None]:
         checks.look_at_unlink(runtime.process, set_id)
         return plain_unlink(remover, set_id, namespace)
 
-    def keep_limits(evictor: Evictor, capacity_bytes: int) -> int:
-        freed_bytes = plain_keep_limits(evictor, capacity_bytes)
-        checks.kept_limits()
-        return freed_bytes
-
-    of_evictor, of_remover = {"_remove": evict, "keep_limits": keep_limits}, {"remove": remove, "_unlink": unlink}
     with ExitStack() as stack:
-        watched = [(Evictor, *one) for one in of_evictor.items()] + [(Remover, *one) for one in of_remover.items()]
+        watched = ((Evictor, "_remove", evict), (Remover, "remove", remove), (Remover, "_unlink", unlink))
         for target, name, stand_in in watched:
             chosen = for_own_thread(stand_in, getattr(target, name))
             stack.enter_context(patch.object(target, name, chosen))

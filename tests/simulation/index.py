@@ -32,8 +32,7 @@ class IndexWeather:
 class SharedIndex:
     """What all processes ask. make: a new, empty one, as after its loss. is_remote: asked over a network. evict_token:
     the latest that an evictor was given. on_publish: told of what becomes visible now. on_retract: called before
-    a record is retracted. on_growth: told of a set that nobody fills, and of how much more it counts now. removing:
-    what the removal of a set by a process is done within."""
+    a record is retracted. removing: what the removal of a set by a process is done within."""
 
     runtime: Runtime
     make: Callable[[], Index]
@@ -47,7 +46,6 @@ class SharedIndex:
         self.evict_token = 0
         self.on_publish: Callable[[Sequence[NewRecord], bool, bool], None] = lambda *what: None
         self.on_retract: Callable[[bytes, Location], None] = lambda key, location: None
-        self.on_growth: Callable[[int, int], None] = lambda set_id, n_bytes: None
         self.removing: Callable[[int, Process], AbstractContextManager[None]] = lambda set_id, process: nullcontext()
 
     def forget(self) -> None:
@@ -120,22 +118,11 @@ class SimIndex:
         was_there: bool = self._call("retract", work)
         return was_there
 
-    def close_set(self, set_id: int, n_bytes: int) -> None:
-        def work() -> None:
-            before = [info.n_bytes for info in self._shared.real.some_sets([set_id]) if not info.is_open]
-            self._shared.real.close_set(set_id, n_bytes)
-            if before:
-                self._shared.on_growth(set_id, n_bytes - before[0])
-
-        self._call("close_set", work)
-
     def create_set(self, info: SetInfo, records: Sequence[NewRecord] = ()) -> bool:
         def work() -> bool:
             is_new = self._shared.real.create_set(info, records)
             if is_new:  # of a set that was known, nothing becomes visible
                 self._shared.on_publish(records, True, True)
-            if is_new and not info.is_open:
-                self._shared.on_growth(info.set_id, info.n_bytes)
             return is_new
 
         is_new: bool = self._call("create_set", work)
