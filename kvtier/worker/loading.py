@@ -347,7 +347,7 @@ class ChunkLoader:
         held = HeldSegments(fetches[0].namespace, len(fetches), is_anew=fetches[0].was_reread)
         for fetch in fetches:
             fetch.held = held
-        reads = None if held.is_anew else self.reader.begin_at_once(self._targets(fetches), held)
+        reads = self.reader.begin_at_once(self._targets(fetches), held)
         if reads is None:
             self._pool.add(partial(self._submit_reads, fetches, held), partial(self._opened, fetches))
         else:

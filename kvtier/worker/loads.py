@@ -257,8 +257,9 @@ class Loader:
     def _begin(self) -> tuple[bool, bool]:
         """Begin chunks of the loads in their order, as many as the window and the arena have room for, up to BEGUN_MAX.
         Return (whether any was begun, whether there may be room for more)."""
-        n_begun, has_moved, is_full = 0, False, False
+        has_moved, is_full = False, False
         held_up = self._held_up() if len(self.work) > 1 else set()
+        most = len(self._fetches) + BEGUN_MAX
         for load in self.work:
             while load.waiting:
                 part = Part(load, load.waiting[-1])
@@ -266,18 +267,16 @@ class Loader:
                 if fetch is not None:
                     load.waiting.pop()
                     self._join(fetch, part)
-                elif is_full or load in held_up or not (n_more := self._begin_some(load)):
+                elif is_full or load in held_up or not self._begin_some(load):
                     is_full |= load not in held_up  # others may still join what is under way
                     break
-                else:
-                    n_begun += n_more
                 has_moved = True
-                if n_begun >= BEGUN_MAX:
+                if len(self._fetches) >= most:
                     return True, True
         return has_moved, False
 
-    def _begin_some(self, load: Load) -> int:
-        """Begin the next chunks of a load, which are in no fetch. Return how many: 0 if there is no room."""
+    def _begin_some(self, load: Load) -> bool:
+        """Begin the next chunks of a load, which are in no fetch. Return False if there is no room."""
         plan, room = load.plan, min(self._chunks.begun_together, self._window - len(self._fetches))
         begun: dict[bytes, Fetch] = {}
         first_set = plan.chunks[load.waiting[-1]].entry[FIRST_SET]  # if its file hangs, other sets are still opened
@@ -287,14 +286,14 @@ class Loader:
                 break
             begun[chunk.key] = Fetch(plan.namespace, chunk, [Part(load, number)])
         if not begun:
-            return 0
+            return False
         self._fetches.update(begun)  # first: `give_up` finds them if that raises
         n_begun = self._chunks.begin(list(begun.values()))
         for key in islice(begun, n_begun, None):
             del self._fetches[key]
         del load.waiting[len(load.waiting) - n_begun :]
         if n_begun:
-            return n_begun
+            return True
         self._lacks_slot = True
         if self._worker.quarantine.is_due(self._worker.clock()):
             self._pool.add(self._worker.quarantine.sweep)
@@ -302,7 +301,7 @@ class Loader:
         if self._fetches and not self.marks and n_waiting == len(self._fetches):
             # All slots are held by chunks that wait for this one: the one that was begun last gives its slot up.
             self.begin_again(next(reversed(self._fetches.values())))
-        return 0
+        return False
 
     def _held_up(self) -> set[Load]:
         """Return the loads whose next chunk has not come for long while other loads wait: they begin nothing more, and

@@ -120,7 +120,7 @@ class RecordReader:
         submitted, unless all segments are open and nothing is wrong; `begin` then says what is, with the same `held`.
         """
         files = self._worker.files.if_known(held.namespace)
-        if files is None or not self.engine.never_waits or self.signs or self.stuck.has_any:
+        if files is None or held.is_anew or not self.engine.never_waits or self.signs or self.stuck.has_any:
             return None
 
         def lease(key: bytes, location: Location, name: Name) -> OpenSegment:
