@@ -156,7 +156,7 @@ class WholeBody:
             if n_read <= self._bytes_max:
                 body += message.get("body", b"")
             has_more = message.get("more_body", False)
-            if n_read > (self._bytes_max if not has_more else most):
+            if n_read > (most if has_more else self._bytes_max):
                 raise too_large
             if not has_more:
                 return bytes(body)

@@ -458,7 +458,7 @@ class Keeper:
         if not self._due.sweep.is_due(now) or self._index.was_reset:
             return
         if self._due.sweep.takes(now, self._housekeeper.swept_s()):
-            self._due.limits_s = 0.0  # it counts what it finds
+            self._due.limits_s = 0.0  # a sweep counts what it finds
             self._housekeeper.sweep()
 
     def _note_evicted(self) -> None:
