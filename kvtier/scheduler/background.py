@@ -201,7 +201,7 @@ class Keeper:
             if self._is_leaving:  # close() waits for this tick, or did so for long enough
                 return
             try:
-                duty(now)
+                duty(self._housekeeper.clock())  # the duties before it may have taken minutes
             except (KVTierError, OSError) as fault:
                 self.metrics.add(names.INDEX_ERRORS)
                 name = duty.__name__.strip("_").replace("_", " ")

@@ -1,0 +1,43 @@
+"""Duties of a keeper in one tick: the time that each is told."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from kvtier.eviction.evictor import Evictor
+from kvtier.index.memory import MemoryIndex
+from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.scheduler.background import LIMITS_INTERVAL_S, Keeper, KeeperPlan
+from tests.support.rig import geometry, namespace
+
+
+@pytest.fixture
+def now() -> list[float]:
+    return [1e9]
+
+
+@pytest.fixture
+def keeper(tmp_path: Path, now: list[float]) -> Keeper:
+    """A keeper that ticks when it is told to, over an index in memory that was not lost. now: its clock."""
+    index = MemoryIndex()
+    index.rebuilt(index.loss())
+    plan = KeeperPlan("me", 4, 100, 100_000, 1e9, 5.0, lambda space: None)
+    housekeeper = Housekeeper(index, tmp_path, "me", lambda: now[0])
+    evictor = Evictor(index, tmp_path, "me", clock=lambda: now[0])
+    return Keeper(namespace(geometry()), plan, index, housekeeper, evictor, random.Random(1))
+
+
+def test_a_duty_behind_a_long_sweep_is_told_the_present_time(
+    keeper: Keeper, now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limits after a sweep of minutes were kept by the time of its begin, and an eviction seen then was dated with
+    it, so its space counted as late for too short a time."""
+
+    def sweep(_: Housekeeper) -> None:
+        now[0] += 300.0
+
+    monkeypatch.setattr(Housekeeper, "sweep", sweep)
+    keeper._due.sweep.want()
+    keeper.tick()
+    assert now[0] == 1e9 + 300.0 and keeper._due.limits_s == now[0] + LIMITS_INTERVAL_S
