@@ -190,7 +190,7 @@ class Keeper:
         self._due.looked_s = now
         for duty in (
             self._renew_lease,
-            self._rebuild_lost_index,
+            self._check_index,
             self._close_sets,
             self._record_uses,
             self._limit_to_disk,
@@ -297,7 +297,7 @@ class Keeper:
         if lost:
             log.warning("%d segment sets of this engine are no longer its own; it goes on in new ones", lost)
 
-    def _rebuild_lost_index(self, now: float) -> None:
+    def _check_index(self, now: float) -> None:
         loss = self._index.loss()
         if loss is not None:
             self._due.renew_s = 0.0  # the lease is lost with the index

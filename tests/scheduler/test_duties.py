@@ -1,10 +1,12 @@
-"""Duties of a keeper in one tick: the time that each is told."""
+"""Duties of a keeper in one tick: the time that each is told, and what the log says of one that failed."""
 
+import logging
 import random
 from pathlib import Path
 
 import pytest
 
+from kvtier.errors import IndexUnavailable
 from kvtier.eviction.evictor import Evictor
 from kvtier.index.memory import MemoryIndex
 from kvtier.maintenance.sweeper import Housekeeper
@@ -41,3 +43,17 @@ def test_a_duty_behind_a_long_sweep_is_told_the_present_time(
     keeper._due.sweep.want()
     keeper.tick()
     assert now[0] == 1e9 + 300.0 and keeper._due.limits_s == now[0] + LIMITS_INTERVAL_S
+
+
+def test_an_index_that_is_only_down_is_not_said_to_be_rebuilt(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def down(_: MemoryIndex) -> None:
+        raise IndexUnavailable("no answer in 50 ms")
+
+    monkeypatch.setattr(MemoryIndex, "loss", down)
+    with caplog.at_level(logging.WARNING, logger="kvtier"):
+        keeper.tick()
+    said = [record.getMessage() for record in caplog.records]
+    assert any("task 'check index' failed and is tried again: no answer in 50 ms" in text for text in said)
+    assert not any("rebuil" in text or "lost" in text for text in said), said
