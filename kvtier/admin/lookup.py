@@ -9,6 +9,7 @@ from kvtier.admin.stats import read_reports
 from kvtier.format.namespace import chunk_keys, join_extras, salt_extra
 from kvtier.index import entry as entries
 from kvtier.index.base import SetInfo
+from kvtier.runtime.units import counted
 from kvtier.storage.segments import segment_name
 
 TOKENS_MAX = 1 << 20
@@ -50,7 +51,7 @@ def prefix_keys(opened: Opened, tokens: Sequence[int], salt: str, namespace: byt
     """Return the keys of a prompt's whole chunks. Raises NotThere, AdminRefusal where it has none."""
     keys = _keys(opened, tokens, salt, namespace)
     if not keys:
-        raise AdminRefusal(f"{len(tokens)} tokens are less than a chunk: nothing is stored of them")
+        raise AdminRefusal(f"a prompt of {counted(len(tokens), 'token')} is less than a chunk: nothing is stored of it")
     return keys
 
 

@@ -23,7 +23,7 @@ from kvtier.index.base import Index
 from kvtier.io.calibrate import RECORD_BYTES
 from kvtier.io.ring import sizes_for
 from kvtier.runtime.exit_status import MEANINGS, OK, print_json
-from kvtier.runtime.units import exact, rate, size
+from kvtier.runtime.units import counted, exact, rate, size
 from kvtier.storage.filesystem import IN_MEMORY, file_system_of
 from kvtier.storage.root import Root
 from kvtier.storage.segments import direct_io_works
@@ -100,7 +100,7 @@ def _storage(place: CommandTarget, n_bytes: int, step: Any) -> tuple[list[Figure
     flushes = mount.is_flushed(io.fdatasync)
     rates, moved = bench_storage.measure(folder, sizes, direct, flushes, min(n_bytes, BYTES_MAX), step)
     said = f"{'direct' if direct else 'buffered'} on {mount.kind}, {sizes.threads} threads, {size(moved)} at a time"
-    counted = (
+    of_flush = (
         "writes count the fdatasync that engines call there before they publish"
         if flushes
         else "writes count no fdatasync, as engines call none there"
@@ -110,7 +110,7 @@ def _storage(place: CommandTarget, n_bytes: int, step: Any) -> tuple[list[Figure
     return [
         Figure("writing records", "bytes/s", rates["write"], rates["plain write"], plain_write),
         Figure("reading and checking records", "bytes/s", rates["read"], rates["plain read"], plain),
-    ], [f"storage: {said}, median of {bench_storage.ROUNDS}; {counted} (io.fdatasync: {io.fdatasync})"]
+    ], [f"storage: {said}, median of {bench_storage.ROUNDS}; {of_flush} (io.fdatasync: {io.fdatasync})"]
 
 
 def _lookups(opened: Opened) -> tuple[list[Figure], str]:
@@ -121,9 +121,8 @@ def _lookups(opened: Opened) -> tuple[list[Figure], str]:
     # The minimum, because one key may take as long as many if the index is in this process.
     trip_s = min(lookup_s, *_taken_s(opened.index, keys[:1]))
     kind = opened.settings.index.kind
-    figure = Figure(
-        f"lookup of {len(keys)} chunks", "s", lookup_s, trip_s, f"the quickest of {LOOKUPS} lookups of one chunk"
-    )
+    what, ceiling_is = f"lookup of {counted(len(keys), 'chunk')}", f"the quickest of {LOOKUPS} lookups of one chunk"
+    figure = Figure(what, "s", lookup_s, trip_s, ceiling_is)
     return [figure], f"lookups: {kind} index, median of {LOOKUPS}"
 
 

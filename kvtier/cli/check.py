@@ -17,7 +17,6 @@ from pydantic import BaseModel
 
 from kvtier.cli.app import app
 from kvtier.cli.place import JsonOption, load_settings, path_argument
-from kvtier.cli.tables import counted
 from kvtier.config.capacity import few_sets
 from kvtier.config.kv_transfer import read_transfer_config
 from kvtier.config.settings import HOST_ADMIT, HOST_ARENA_BYTES, Settings
@@ -31,7 +30,7 @@ from kvtier.io.ring import sizes_for
 from kvtier.model.config_json import read_model
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
 from kvtier.runtime.memory_limits import beyond_available, check_host_arena, memory_here
-from kvtier.runtime.units import exact, size
+from kvtier.runtime.units import counted, exact, size
 from kvtier.storage.filesystem import IN_MEMORY, file_system_of
 from kvtier.storage.root import (
     check_mount,
@@ -285,7 +284,7 @@ def _look_at_model(settings: Settings, folder: Path) -> tuple[str, str]:
     settings.check_capacity(shape.set_bytes, shape.slots)
     check_space(settings.root, shape.set_bytes)
     served = (
-        f"{model.family} of {model.layers} layers, served: a segment set has {counted(shape.slots, 'chunk')} of "
-        f"{settings.chunk_tokens} tokens and {size(shape.set_bytes)}{ON_ONE_RANK}"
+        f"{model.family} of {counted(model.layers, 'layer')}, served: a segment set has "
+        f"{counted(shape.slots, 'chunk')} of {settings.chunk_tokens} tokens and {size(shape.set_bytes)}{ON_ONE_RANK}"
     )
     return served, few_sets(settings.capacity_bytes, shape.set_bytes, shape.slots, ON_ONE_RANK)

@@ -16,10 +16,10 @@ from kvtier.admin.opened import Opened
 from kvtier.cli import prompts
 from kvtier.cli.app import NotDone, app
 from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, deployment
-from kvtier.cli.tables import counted, print_table, when
+from kvtier.cli.tables import print_table, when
 from kvtier.eviction.choice import Selection
 from kvtier.runtime.exit_status import MEANINGS, OK, print_json
-from kvtier.runtime.units import size
+from kvtier.runtime.units import counted, size
 from kvtier.storage.filesystem import FreeSpace
 from kvtier.storage.segments import KEPT_OPEN
 

@@ -10,7 +10,6 @@ from kvtier.cli.app import index as index_app
 from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, find_place
 from kvtier.cli.progress import progress
 from kvtier.cli.root import housekeeper, open_embedded
-from kvtier.cli.tables import counted
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.base import Index
 from kvtier.index.open import open_redis_to_mend
@@ -18,6 +17,7 @@ from kvtier.maintenance.consistency_check import Agreement, check_agreement, dro
 from kvtier.maintenance.sweep_lease import SWEEP_LEASE
 from kvtier.maintenance.sweeper import Rebuilt
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
+from kvtier.runtime.units import counted
 from kvtier.storage.root import NOTES_FOLDER, Root, open_root
 
 OTHERS_TIMEOUT_S = 60.0  # longest wait for an engine's sweep, seconds; the lease of a killed engine expires sooner

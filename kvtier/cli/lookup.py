@@ -7,8 +7,9 @@ from kvtier.admin.lookup import look_up
 from kvtier.cli import prompts
 from kvtier.cli.app import NotDone, app
 from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, deployment
-from kvtier.cli.tables import counted, print_table, show
+from kvtier.cli.tables import print_table, show
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK
+from kvtier.runtime.units import counted
 
 
 @app.command("lookup", epilog=MEANINGS)
@@ -43,8 +44,8 @@ def _print(answer: LookupAnswer) -> None:
     for hit in found:
         name = f"{hit.namespace[:12]}{f' ({hit.model})' if hit.model else ''}"
         print(
-            f"{name}: {hit.hit_tokens:,} of {answer.tokens:,} tokens, {hit.hit_chunks:,} of {hit.chunks:,} chunks; "
-            f"the last one's key is {hit.last_key}"
+            f"{name}: {hit.hit_tokens:,} of {answer.tokens:,} tokens, {hit.hit_chunks:,} of "
+            f"{counted(hit.chunks, 'chunk')}; the last one's key is {hit.last_key}"
         )
         rows = [("set", "from chunk", "chunks", "files", "written by")]
         rows += [

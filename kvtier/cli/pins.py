@@ -9,9 +9,9 @@ from kvtier.admin.change import add_pin, drop_pin, list_pins
 from kvtier.cli import prompts
 from kvtier.cli.app import NotDone, app
 from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, deployment
-from kvtier.cli.tables import counted, print_table, show, when
+from kvtier.cli.tables import print_table, show, when
 from kvtier.runtime.exit_status import MEANINGS, OK, print_json
-from kvtier.runtime.units import size
+from kvtier.runtime.units import counted, size
 
 ID_CHARS_SHOWN = 12
 

@@ -23,7 +23,7 @@ from kvtier.errors import ConfigError
 from kvtier.planner.capacity import EngineSizes, TransferRates
 from kvtier.planner.figures import CapacityPlan, CodecPlan, PlanRequest, PrefillRate, make_plan
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
-from kvtier.runtime.units import size
+from kvtier.runtime.units import counted, size
 
 _RATE = re.compile(r"(?P<size>[\d.]+\s*(?:[KMGT]i?)?)(?P<unit>B|bits?)?/s", re.IGNORECASE)
 
@@ -183,10 +183,10 @@ def _print(plan: CapacityPlan) -> None:
 
 def _facts(plan: CapacityPlan) -> Iterator[str]:
     model, shape, engine, hbm = plan.model, plan.geometry, plan.engine, plan.hbm
-    heads = f"{shape.kv_heads} KV heads of {shape.k_head_size} ({model.attention.heads} of queries)"
+    heads = f"{counted(shape.kv_heads, 'KV head')} of {shape.k_head_size} ({model.attention.heads} of queries)"
     if shape.attention == "mla":
         heads = f"one latent vector of {shape.k_head_size} (MLA)"
-    yield f"model: {model.family}, {shape.layers} layers, {heads}"
+    yield f"model: {model.family}, {counted(shape.layers, 'layer')}, {heads}"
     yield f"KV: {shape.token_bytes:,} bytes a token, in {shape.dtype}"
     active = f", {plan.active_parameters / 1e9:.2f}e9 of layers for each token" if model.experts else ""
     yield f"weights: {size(plan.weights.n_bytes)} {plan.weights.source}"
@@ -202,7 +202,7 @@ def _facts(plan: CapacityPlan) -> Iterator[str]:
     yield f"context: {hbm.tokens:,} tokens in HBM{fits}"
     yield f"outside of the engine's share: {size(hbm.outside_bytes)} of each GPU, {_staging(plan)}"
     rate = "give --prefill-rate for its time" if plan.prefill_s is None else f"{_seconds(plan.prefill_s)}"
-    yield f"prefill of {plan.context:,} tokens: {plan.prefill_flops / 1e12:,.0f} TFLOP, {rate}"
+    yield f"prefill of {counted(plan.context, 'token')}: {plan.prefill_flops / 1e12:,.0f} TFLOP, {rate}"
 
 
 def _staging(plan: CapacityPlan) -> str:

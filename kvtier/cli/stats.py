@@ -10,12 +10,12 @@ from kvtier.admin.stats import snapshot
 from kvtier.cli.app import app
 from kvtier.cli.place import CommandTarget, ConfigOption, JsonOption, PathArgument, deployment, find_place
 from kvtier.cli.root import readable_index
-from kvtier.cli.tables import UNKNOWN, counted, percent, print_table, seconds, share, when
+from kvtier.cli.tables import UNKNOWN, percent, print_table, seconds, share, when
 from kvtier.index.memory import MemoryIndex
 from kvtier.maintenance.scrub import NamespaceStats
 from kvtier.maintenance.scrub import stats as stats_of
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
-from kvtier.runtime.units import rate, size
+from kvtier.runtime.units import counted, rate, size
 from kvtier.storage.filesystem import FreeSpace
 from kvtier.storage.root import is_read_only
 

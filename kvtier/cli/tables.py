@@ -52,11 +52,6 @@ def show(answer: A, as_json: bool, write: Callable[[A], None]) -> None:
         write(answer)
 
 
-def counted(count: int, noun: str) -> str:
-    """Write a count, as "1 namespace", "2,000 namespaces". noun: in the singular, with a plural in s."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
 def percent(ratio: float | None) -> str:
     return UNKNOWN if ratio is None else f"{100 * ratio:.1f} %"
 

@@ -8,14 +8,13 @@ from kvtier.cli.app import app
 from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, deployment, find_place
 from kvtier.cli.progress import progress
 from kvtier.cli.root import readable_index
-from kvtier.cli.tables import counted
 from kvtier.cli.tables import seconds as duration
 from kvtier.format.signing import Signer
 from kvtier.index.base import Index
 from kvtier.maintenance.scrub import VerifyReport
 from kvtier.maintenance.scrub import verify as read_all
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
-from kvtier.runtime.units import rate, size
+from kvtier.runtime.units import counted, rate, size
 from kvtier.storage.root import Root
 
 
@@ -57,7 +56,8 @@ def _print(root: Root, report: VerifyReport, seconds: float) -> None:
         f"{report.unfinished} never finished"
     )
     if report.unproved:
-        print(f"The signatures of {report.unproved:,} records were not checked: name the settings with their secret.")
+        records = counted(report.unproved, "record")
+        print(f"The signatures of {records} were not checked: name the settings with their secret.")
     if report.bad:
         print(
             "Bad records are misses at their next use: nothing has to be done. kvtier index rebuild removes those "

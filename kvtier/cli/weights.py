@@ -14,10 +14,10 @@ import typer
 from kvtier.cli.app import NotDone, weights
 from kvtier.cli.place import JsonOption, path_argument, refuse_missing_model
 from kvtier.cli.progress import progress
-from kvtier.cli.tables import counted, percent, print_table
+from kvtier.cli.tables import percent, print_table
 from kvtier.cli.tables import seconds as duration
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
-from kvtier.runtime.units import rate, size
+from kvtier.runtime.units import counted, rate, size
 
 RANKS_MAX = 1024  # largest --tp; a larger one is a typing error
 

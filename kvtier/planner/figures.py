@@ -13,7 +13,7 @@ from kvtier.model.config_json import ModelConfig, read_model
 from kvtier.planner.capacity import ChunkBytes, EngineSizes, HbmPlan, Prefill, TransferRates, plan_hbm
 from kvtier.planner.model_parameters import active_parameters, total_parameters
 from kvtier.planner.model_weights import Weights, read_weights
-from kvtier.runtime.units import size
+from kvtier.runtime.units import counted, size
 
 if TYPE_CHECKING:
     from kvtier.planner.codecs import Staging
@@ -159,7 +159,7 @@ def _shares(geometry: Geometry, engine: EngineSizes, model: ModelConfig) -> tupl
     """Return the shares of all ranks. Raises ConfigError where an engine would not cut the model so."""
     heads = model.attention.heads
     if engine.pipeline_size > model.layers:
-        fix = f"the model has {model.layers} layers: choose at most as many stages"
+        fix = f"the model has {counted(model.layers, 'layer')}: choose at most as many stages"
         raise ConfigError("--pipeline-parallel", engine.pipeline_size, fix)
     if heads % engine.tensor_size:
         fix = f"the model's {heads} attention heads do not divide over so many ranks: choose another"

@@ -10,6 +10,7 @@ from kvtier.errors import ConfigError, Corrupt
 from kvtier.model.config_json import ELEMENT_BYTES, KEY, ModelConfig
 from kvtier.model.safetensors import INDEX, checkpoint_files, read_header, read_index
 from kvtier.planner.model_parameters import end_parameters, total_parameters
+from kvtier.runtime.units import counted
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -30,7 +31,7 @@ def read_weights(folder: Path, model: ModelConfig) -> Weights:
     files = checkpoint_files(folder, index)
     if files and all(path.is_file() for path in files):
         n_bytes = sum(_tensor_bytes(path, model.layers) for path in files)
-        return Weights(n_bytes, f"by the headers of {len(files)} safetensors files")
+        return Weights(n_bytes, f"by the headers of {counted(len(files), 'safetensors file')}")
     total = index.get("metadata", {}).get("total_size")
     if isinstance(total, int) and total > 0:
         return Weights(total, f"by {INDEX}: the files themselves are not all there")

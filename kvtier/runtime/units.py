@@ -1,4 +1,9 @@
-"""Sizes in bytes and rates, as text for people."""
+"""Sizes in bytes, rates and counts, as text for people."""
+
+
+def counted(count: int, noun: str) -> str:
+    """Write a count, as "1 namespace", "2,000 namespaces". noun: in the singular, with a plural in s."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def size(n_bytes: float) -> str:

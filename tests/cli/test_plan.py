@@ -149,6 +149,15 @@ def test_weights_are_those_of_the_files(model: str, cli: Cli) -> None:
     assert "is no safetensors file" in cli.refused("plan", "--model", model, *GPU)
 
 
+def test_one_of_a_kind_is_not_called_many(tmp_path: Path, cli: Cli) -> None:
+    folder = folder_of(tmp_path / "tiny", LLAMA_8B | {"num_hidden_layers": 1, "num_key_value_heads": 1})
+    header = json.dumps({"x": {"dtype": "BF16", "shape": [500], "data_offsets": [0, 1000]}}).encode()
+    Path(folder, "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    out = cli.printed("plan", "--model", folder, *GPU)
+    assert "by the headers of 1 safetensors file\n" in out
+    assert "llama, 1 layer, 1 KV head of 128 (32 of queries)" in out
+
+
 def test_quantized_weights_without_files(tmp_path: Path, cli: Cli) -> None:
     awq = LLAMA_8B | {"quantization_config": {"quant_method": "awq", "bits": 4}}
     found = planned(cli, "--model", folder_of(tmp_path, awq))["weights"]["n_bytes"]
