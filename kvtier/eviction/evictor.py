@@ -5,6 +5,7 @@ removal by its fencing token, and the evictor stops.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +55,7 @@ class Evictor:
         self._remover = Remover(index, folder, clock)
         self._owner = owner
         self._clock = clock
+        self._evicting = threading.Lock()  # the threads of one evictor have one lease between them
         self._future = FutureTimes()
         self._evicted_bytes = 0  # since the last `take_evicted`
 
@@ -203,19 +205,24 @@ class Evictor:
     ) -> EvictionResult | None:
         """Removes what `choose` chooses, if it says so; None when it does not, and when others evict right now.
         for_admin: an open set may be removed, too, if its engine is dead."""
-        token = self._lease()
-        if token is None:
+        if not self._evicting.acquire(blocking=False):
             return None
         try:
-            self._remover.finish(self._clock())
-            choice = self._choice(capacity_bytes, for_admin)
-            if not choose(choice):
+            token = self._lease()
+            if token is None:
                 return None
-            done = self._remove(choice.victims, token)
-            not_reached = [Kept(info, "not reached") for info in choice.victims[len(done.sets) :]]
-            return replace(done, kept=(*choice.kept, *not_reached))
+            try:
+                self._remover.finish(self._clock())
+                choice = self._choice(capacity_bytes, for_admin)
+                if not choose(choice):
+                    return None
+                done = self._remove(choice.victims, token)
+                not_reached = [Kept(info, "not reached") for info in choice.victims[len(done.sets) :]]
+                return replace(done, kept=(*choice.kept, *not_reached))
+            finally:
+                self._index.release_lease(EVICT_LEASE, self._owner)
         finally:
-            self._index.release_lease(EVICT_LEASE, self._owner)
+            self._evicting.release()
 
     def _remove(self, victims: Sequence[SetInfo], token: int) -> EvictionResult:
         """Remove sets until the lease is another evictor's: this one was taken for dead then."""

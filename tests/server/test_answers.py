@@ -11,6 +11,7 @@ from pytest import Subtests
 
 from kvtier.admin.lookup import TOKENS_MAX
 from kvtier.errors import ConfigError
+from kvtier.eviction.set_removal import Remover
 from kvtier.format.namespace import chunk_keys, join_extras, salt_extra
 from kvtier.index.base import SetInfo
 from kvtier.runtime.metrics import HELP
@@ -233,6 +234,23 @@ def test_only_one_evicts(served: Serving) -> None:
     answer = served.call("POST", "/api/v1/evict", json={"n_bytes": 1, "dry_run": False})
     assert_problem(answer, 429)
     assert int(answer.headers["retry-after"]) > 0
+
+
+def test_two_requests_do_not_both_count_a_set_as_evicted(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both had the service's own lease, and the first to end gave it up for both."""
+    wanted, removed, answers = {"dry_run": False}, Remover.remove, list[Any]()
+
+    def remove(remover: Remover, info: SetInfo, token: int | None = None) -> int:
+        if not answers:
+            answers.append(None)
+            answers.append(served.call("POST", "/api/v1/clear", json=wanted))
+        return removed(remover, info, token)
+
+    monkeypatch.setattr(Remover, "remove", remove)
+    more_sets(served.index, served.filled.namespace, 2)
+    done = ok(served, "POST", "/api/v1/clear", json=wanted)
+    assert done["n_sets"] == 3 and done["is_complete"]
+    assert_problem(answers[1], 429)
 
 
 def test_a_pin_protects_and_is_shown(served: Serving) -> None:
