@@ -29,8 +29,8 @@ def rebuild(path: PathArgument = None, config: ConfigOption = None, as_json: Jso
     with _index_of(path, config) as (root, index, where):
         loss = index.loss()
         rebuilt = _rebuild(index, root)
+        index.rebuilt(loss)  # first: all segments are read, whether the records are counted again or not
         removed_records = drop_lost(index)
-        index.rebuilt(loss)
     if as_json:
         index_path = None if root.index_path is None else str(root.index_path)
         head = {"root": str(root.path), "index_path": index_path, "index": where}

@@ -14,6 +14,7 @@ from kvtier.config.settings import Settings
 from kvtier.doctor import report
 from kvtier.doctor.host import Host, ProbeFailed
 from kvtier.doctor.report import examine
+from kvtier.errors import IndexUnavailable
 from kvtier.index.base import Index, Location, NewRecord, RemoteState
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.open import open_index
@@ -105,6 +106,26 @@ def test_a_rebuild_counts_again_what_redis_lost_the_counts_of(tmp_path: Path, cl
         cli.run("index", "rebuild", *place.words)
         assert "cmdstat_scan:calls=1," in server.cli("info", "commandstats"), "all entries are read once"
         assert cli.json("stats", *place.words)["index"]["chunks"] == CHUNKS
+
+
+@has_redis
+def test_a_rebuild_that_fails_while_it_counts_leaves_a_whole_index(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had read all segments, and commands said all the same that the index was partial, until the next rebuild."""
+
+    def fail(_: RedisIndex) -> None:
+        raise IndexUnavailable("no answer in 10 s")
+
+    with standalone(tmp_path / "redis") as server:
+        place = Place(tmp_path, index_settings(server.url))
+        server.cli("flushall")
+        with monkeypatch.context() as patched:
+            patched.setattr(RedisIndex, "recount", fail)
+            assert "no answer in 10 s" in cli.errors("index", "rebuild", *place.words, status=2)
+        index = place.open()
+        assert not index.was_reset and index.counts().chunks == CHUNKS
+        index.close()
 
 
 def test_commands_say_that_an_index_is_partial(tmp_path: Path, cli: Cli) -> None:
