@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtier.doctor.host import Diagnosis, Host, ProbeFailed
+from kvtier.doctor.host import Diagnosis, Host, ProbeFailed, ProbeNotRun
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.ring import AlignedBuffer
 from kvtier.storage.filesystem import FileSystem
@@ -169,6 +169,9 @@ def examine_peer(host: Host, place: Path, kind: FileSystem, peer: Path, direct: 
     try:
         answer = host.probe("kvtier.doctor.probe", "peer", json.dumps(asked), timeout_s=TIMEOUT_S)
         found = Coherence(**answer)
+    except ProbeNotRun as fault:
+        yield fault.diagnosis("coherence")
+        return
     except (ProbeFailed, TypeError) as fault:
         fix = "name the folder of the root, or the mount point, as another client mounts it (of another node, or here)"
         yield Diagnosis("bad", "coherence", f"{peer} cannot be measured: {fault}", fix)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier.config.settings import Settings
-from kvtier.doctor.host import Diagnosis, Host, ProbeFailed
+from kvtier.doctor.host import Diagnosis, Host, ProbeFailed, ProbeNotRun
 from kvtier.errors import ConfigError
 from kvtier.io.cufile import nvidia_fs_loaded
 from kvtier.runtime.memory_limits import memory_here
@@ -41,6 +41,8 @@ def examine_gpu(host: Host, settings: Settings | None = None) -> Iterator[Diagno
             settings.check_device(has_driver)
     except ConfigError as fault:
         yield Diagnosis("bad", "settings", f"{fault.key} = {fault.value}", fault.fix)
+    except ProbeNotRun as fault:
+        yield fault.diagnosis("NVIDIA driver")
     except ProbeFailed as fault:
         yield Diagnosis(
             "bad", "NVIDIA driver", f"does not answer: {fault}", "see dmesg; reboot or reinstall the driver"

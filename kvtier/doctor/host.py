@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 PROBE_TIMEOUT_S = 20.0  # deadline of a command, seconds
+FAULT = 3  # exit status of a probe that met a fault in what it examines, and describes it on standard error
 
 
 class Diagnosis(NamedTuple):
@@ -20,11 +21,12 @@ class Diagnosis(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """Result of a command. status None: no answer in time, or no such command."""
+    """Result of a command. status None: no answer in time, or, if not did_start, no such command."""
 
     status: int | None
     output: str
     error: str
+    did_start: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Host:
                 start_new_session=True,
             )
         except OSError as fault:
-            return Ran(None, "", f"{command[0]}: {fault.strerror}")
+            return Ran(None, "", f"{command[0]}: {fault.strerror}", did_start=False)
         try:
             output, error = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
@@ -62,7 +64,9 @@ class Host:
         ran = self.run(sys.executable, "-m", module, *arguments, timeout_s=timeout_s)
         lines = [line for line in ran.error.splitlines() if line.strip()]
         if ran.status != 0:
-            raise ProbeFailed(lines[-1] if lines else f"exit status {ran.status}")
+            said = [line for line in lines if line.startswith("Fatal Python error")] or lines[-1:]
+            did_run = ran.did_start and (ran.status is None or ran.status < 0 or ran.status == FAULT)
+            raise (ProbeFailed if did_run else ProbeNotRun)(said[0] if said else f"exit status {ran.status}")
         try:
             return json.loads(ran.output)
         except ValueError:
@@ -78,3 +82,11 @@ class Host:
 
 class ProbeFailed(Exception):
     """A probe gave no answer; the text says why. Never leaves kvtier.doctor."""
+
+
+class ProbeNotRun(ProbeFailed):
+    """This Python could not run a probe, so what it was to examine is not to blame."""
+
+    def diagnosis(self, what: str) -> Diagnosis:
+        fix = f"mend this Python environment, until `{sys.executable} -m kvtier.doctor.probe driver` answers"
+        return Diagnosis("bad", what, f"not looked at, because this Python cannot run the probe: {self}", fix)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.doctor.coherence import measure
+from kvtier.doctor.host import FAULT
 from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.calibrate import calibrate, scratch_file
@@ -123,7 +124,6 @@ def _target() -> tuple[Target, str, object]:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except OSError as error:
-        sys.exit(error.strerror or str(error))
-    except TierUnavailable as error:
-        sys.exit(str(error))
+    except (OSError, TierUnavailable) as error:
+        print(error.strerror if isinstance(error, OSError) and error.strerror else error, file=sys.stderr)
+        sys.exit(FAULT)

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvtier.config.settings import Settings
 from kvtier.doctor.coherence import examine_peer
 from kvtier.doctor.filesystems import examine_file_system
-from kvtier.doctor.host import Diagnosis, Host, ProbeFailed
+from kvtier.doctor.host import Diagnosis, Host, ProbeFailed, ProbeNotRun
 from kvtier.doctor.lustre import examine_efa, examine_lustre
 from kvtier.errors import ConfigError, Corrupt
 from kvtier.format.geometry import PAGE_BYTES
@@ -128,6 +128,9 @@ def _measured(host: Host, root: Path, kind: FileSystem, settings: Settings) -> I
             return
         found = Calibration.from_json(answer["calibration"])
         alignment = answer["alignment"]
+    except ProbeNotRun as fault:
+        yield fault.diagnosis("storage")
+        return
     except (ProbeFailed, Corrupt, KeyError, TypeError) as fault:
         fix = "choose a root on a disk that this user may write to; if it hangs, look at the mount (dmesg)"
         yield Diagnosis("bad", "storage", f"no file can be written and read in {root} ({kind.kind}): {fault}", fix)

@@ -205,6 +205,22 @@ def test_probes_that_do_not_answer(host: Host) -> None:
     assert found["PCIe"].level == "warn" and "torch with CUDA" in found["PCIe"].fix
 
 
+@pytest.mark.parametrize("how", ["it is gone", "it does not find its modules"])
+def test_a_python_that_cannot_run_is_no_fault_of_driver_or_storage(
+    host: Host, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "it is gone":
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "bin/python"))
+    else:
+        monkeypatch.setenv("PYTHONHOME", str(tmp_path / "nothing"))
+    found = by_name([*examine_gpu(host), *examine_storage(host, tmp_path, None)])
+    said = "No such file or directory" if how == "it is gone" else "Fatal Python error"
+    for what in ("NVIDIA driver", "storage"):
+        verdict = found[what]
+        assert verdict.level == "bad" and "this Python cannot run the probe" in verdict.value and said in verdict.value
+        assert "mend this Python environment" in verdict.fix
+
+
 def test_memory(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     found = by_name(list(examine_memory(host, 1 << 30)))
     assert found["memory to pin"].level == "bad" and "host.arena_bytes (1.0 GiB" in found["memory to pin"].fix
