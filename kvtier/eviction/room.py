@@ -52,6 +52,12 @@ class Room:
             self._raise_s = now_s + PROBE_INTERVAL_S
         return min(room_bytes, self.limit_bytes)
 
+    def overbooked(self, n_bytes: int) -> None:
+        """Note that so many bytes left the sum of all sets since the last look and had never been on the disk: no space
+        is on its way for them."""
+        set_bytes, known_bytes = self._before
+        self._before = (set_bytes - n_bytes, known_bytes)
+
     def _by_disk(self, now_s: float, set_bytes: int, free_bytes: int) -> int:
         before_bytes, known_bytes = self._before
         if set_bytes < before_bytes:

@@ -81,6 +81,7 @@ class Housekeeper:
         self._index = index
         self._folder = folder
         self._remover = Remover(index, folder, lambda: self.clock())
+        self._overbooked_bytes = 0  # since the last `take_overbooked`
         self._looked_to = -1
         self._looked_at: set[tuple[int, int]] = set()  # set and part of files that were away and have been read since
         self.clock = clock
@@ -164,7 +165,15 @@ class Housekeeper:
         """Close a set whose writer adds no more: record its size on disk, and allow its eviction."""
         self.look_at_root()
         for info in self._index.some_sets([set_id]):
-            self._index.close_set(set_id, self._measured(info, self._index.members(set_id)))
+            n_bytes = self._measured(info, self._index.members(set_id))
+            self._index.close_set(set_id, n_bytes)
+            self._overbooked_bytes += info.n_bytes - n_bytes
+
+    def take_overbooked(self) -> int:
+        """Return what sets closed by `close_set` since the last call were booked with and never took, as those whose
+        files found no room."""
+        taken, self._overbooked_bytes = self._overbooked_bytes, 0
+        return taken
 
     def close_early(self, set_id: int) -> None:
         """Close a set that is not full and all of whose records are visible, and cut its files behind them."""

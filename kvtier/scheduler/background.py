@@ -437,6 +437,7 @@ class Keeper:
         plan = self._plan
         free_bytes = self._housekeeper.free_space().for_sets(plan.set_bytes, plan.set_files)
         free_bytes = max(0, free_bytes - self._evictor.rules.reserve_bytes)
+        self._space.room.overbooked(self._housekeeper.take_overbooked())
         room_bytes = self._space.room.bytes_for_sets(now, self._written_bytes(), free_bytes, plan.set_bytes)
         capacity_bytes = min(plan.capacity_bytes, room_bytes)
         # With a smaller capacity, fewer sets are kept ready. Surplus ones are removed before sets with records are.

@@ -115,6 +115,18 @@ def test_sets_that_found_no_room_are_not_taken_for_evictions_for_good() -> None:
     assert news_s == [5, 15, 35] and room.limit_bytes == 67
 
 
+def test_the_end_of_a_set_that_found_no_room_frees_none() -> None:
+    room = Room()
+    assert room.bytes_for_sets(0.0, 73, 5, 3) == 78  # of them 3 of a set whose file cannot be made
+    room.overbooked(3)
+    assert room.bytes_for_sets(1.0, 70, 5, 3) == 75
+    assert room.bytes_for_sets(2.0, 60, 5, 3) == 75, "evicted, and the space is on its way"
+    assert room.bytes_for_sets(3.0, 63, 5, 3) == 75
+    room.overbooked(3)
+    assert room.bytes_for_sets(4.0, 60, 5, 3) == 75, "the eviction stays in mind"
+    assert room.bytes_for_sets(2.0 + LATE_S, 60, 5, 3) == 65
+
+
 def test_a_refusal_long_ago_makes_none_after_an_eviction_news() -> None:
     room = Room()
     room.bytes_for_sets(0.0, 90, 0, 3)

@@ -1,4 +1,5 @@
-"""Duties of a keeper in one tick: the time that each is told, and what the log says of one that failed."""
+"""Duties of a keeper in one tick: the time that each is told, what the log says of one that failed, and what the end
+of a set leaves."""
 
 import logging
 import random
@@ -11,6 +12,7 @@ from kvtier.eviction.evictor import Evictor
 from kvtier.index.memory import MemoryIndex
 from kvtier.maintenance.sweeper import Housekeeper
 from kvtier.scheduler.background import LIMITS_INTERVAL_S, Keeper, KeeperPlan
+from kvtier.storage.filesystem import FreeSpace
 from tests.support.rig import geometry, namespace
 
 
@@ -57,3 +59,16 @@ def test_an_index_that_is_only_down_is_not_said_to_be_rebuilt(
     said = [record.getMessage() for record in caplog.records]
     assert any("task 'check index' failed and is tried again: no answer in 50 ms" in text for text in said)
     assert not any("rebuil" in text or "lost" in text for text in said), said
+
+
+def test_a_closed_set_without_files_leaves_no_room(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes were taken for an eviction's, whose space was on its way: for a minute, sets were made for them."""
+    monkeypatch.setattr(Housekeeper, "free_space", lambda _: FreeSpace(150, None))
+    keeper.tick()
+    taken = [keeper.supplies.common.take(1e9) for _ in range(4)]
+    assert keeper._capacity_bytes(1e9) == 150 + 100, "its files may be about to be made"
+    for place in taken:
+        assert place is not None
+        keeper.supplies.answered("", *place, is_blank=False)
+    keeper.tick()
+    assert keeper._capacity_bytes(1e9) == 150
