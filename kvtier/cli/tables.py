@@ -78,4 +78,7 @@ def share(used_bytes: float, of_bytes: float | None) -> str:
 
 
 def when(at_s: float | None) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s)) if at_s else "never"
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s)) if at_s else "never"
+    except (OverflowError, ValueError, OSError):  # an index may hold any time
+        return UNKNOWN

@@ -46,6 +46,9 @@ def no_bool(value: object) -> object:
     return value
 
 
+SECONDS_MAX = 1e10  # longest time that requests and commands take, seconds: 317 years
+
+
 def parse_seconds(value: object) -> object:
     """Read a time as "90s" or "7d"; a number is left as it is. Raises ValueError."""
     if not isinstance(value, str):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli import evict as command
+from kvtier.cli.tables import UNKNOWN, when
 from kvtier.config.settings import CONFIG_VARIABLE
 from kvtier.runtime.units import size
 from tests.cli.asking import Cli
@@ -82,6 +83,18 @@ def test_enough_is_enough(live: Engine, cli: Cli) -> None:
         assert (answer["n_sets"], answer["kept"]) == (1, [])
     finally:
         other.close()
+
+
+@pytest.mark.parametrize("given", ["20000w", f"{'9' * 400}w"])
+@pytest.mark.parametrize("command", [("evict", "--unused"), ("pin", "--for")])
+def test_a_time_has_a_bound(given: str, command: tuple[str, str], cli: Cli) -> None:
+    """A pin for so long was made, and each listing of the pins ended with a traceback from then on."""
+    assert "at most 115,741 days" in cli.errors(command[0], "kvtier.yaml", f"{command[1]}={given}", status=2)
+
+
+@pytest.mark.parametrize("at_s", [1e20, 1e300, -1e300])
+def test_a_time_that_is_no_date_is_not_shown_as_one(at_s: float) -> None:
+    assert when(at_s) == UNKNOWN
 
 
 @pytest.mark.parametrize("given", ["7", "7.5", "0d", "d", "7 days", "-7d"])
