@@ -109,9 +109,10 @@ class PromptPrefix(Named):
 
 
 class Eviction(Named):
-    """Segment sets to evict: those that meet all given conditions. n_bytes: at most so many bytes, the least valuable
-    sets first. unused_s: sets not used for so long. prefix: sets with a part of it (they hold other prompts too, and
-    are evicted whole). Sets that a living engine fills, and pinned ones, stay; the answer counts them as `kept`."""
+    """Segment sets to evict: those that meet all given conditions. n_bytes: no more sets than make up so many bytes,
+    the least recently used first. unused_s: sets not used for so long. prefix: sets with a part of it (they hold other
+    prompts too, and are evicted whole). Sets that a living engine fills, and pinned ones, stay; the answer counts them
+    as `kept`."""
 
     model_config = _request({"n_bytes": 1 << 40}, {"unused_s": 604_800, "tenant": "search", "dry_run": False})
     n_bytes: Bytes | None = None

@@ -41,7 +41,7 @@ def evict(
             "--bytes",
             metavar="SIZE",
             parser=prompts.size_argument,
-            help="No more sets than make up this size, the least valuable first.",
+            help="No more sets than make up this size, the least recently used first.",
         ),
     ] = None,
     unused: Annotated[
