@@ -43,6 +43,8 @@ def measure(folder: Path, peer: Path, direct: bool) -> dict[str, Any]:
     """Write through `folder` and read through `peer`, which shows the same folder. Raises OSError."""
     flags = os.O_DIRECT if direct else 0
     name = f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
+    if not peer.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "there is no such folder")
     try:
         ours = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
         try:

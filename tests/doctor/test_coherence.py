@@ -82,6 +82,8 @@ def test_what_is_no_other_mount_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with pytest.raises(OSError, match="does not show what is written"):
         measure(tmp_path, tmp_path / "other", False)
+    with pytest.raises(OSError, match="there is no such folder"):
+        measure(tmp_path, tmp_path / "missing", False)
     with pytest.raises(OSError, match="share one cache"):
         measure(tmp_path, tmp_path, False)
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
