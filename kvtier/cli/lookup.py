@@ -38,9 +38,10 @@ def lookup(
 def _print(answer: LookupAnswer) -> None:
     found = [hit for hit in answer.hits if hit.hit_tokens]
     if not found:
-        print(
-            f"nothing is stored of these {counted(answer.tokens, 'token')}, in {counted(len(answer.hits), 'namespace')}"
-        )
+        what = "this token" if answer.tokens == 1 else f"these {answer.tokens:,} tokens"
+        is_short = answer.hits and not any(hit.chunks for hit in answer.hits)
+        where = counted(len(answer.hits), "namespace")
+        print(f"nothing is stored of {what}{' (less than a chunk)' if is_short else ''}, in {where}")
     for hit in found:
         name = f"{hit.namespace[:12]}{f' ({hit.model})' if hit.model else ''}"
         print(

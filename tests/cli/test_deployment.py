@@ -188,6 +188,12 @@ def test_lookup_says_how_much_and_where(config: Path, tokens: str, cli: Cli) -> 
 def test_lookup_of_what_is_not_stored_is_status_1(config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(" ".join(map(str, range(7, 200)))))
     assert "nothing is stored of these 193 tokens" in cli.printed("lookup", str(config), "--tokens", "-", status=1)
+    for text, said in (
+        ("7", "this token (less than a chunk), in 1 name"),
+        ("7 8", "these 2 tokens (less than a chunk)"),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert f"nothing is stored of {said}" in cli.printed("lookup", str(config), "--tokens", "-", status=1)
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"count": len(TOKENS), "tokens": TOKENS})))
     salted = ["lookup", str(config), "--tokens", "-", "--salt", "someone"]
     assert cli.json(*salted, status=1)["hits"][0]["hit_tokens"] == 0
