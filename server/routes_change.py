@@ -12,6 +12,7 @@ from kvtier.admin.lookup import prefix_keys
 from kvtier.config.capacity import TENANT_BYTES_MAX
 from kvtier.eviction.choice import Selection
 from kvtier.eviction.limits import namespace_note
+from kvtier.runtime.units import counted
 from kvtier.server.access import TheService, an_admin, no_parameters, no_values, problems
 from kvtier.server.problems import Refused
 from kvtier.server.requests import Clearing, Eviction, PinRequest, Quota
@@ -68,7 +69,8 @@ def pin(service: TheService, wanted: PinRequest) -> PinRow:
     if wanted.tokens is not None:
         keys = prefix_keys(opened, wanted.tokens, wanted.cache_salt, namespace)
     row = change.add_pin(opened, namespace, keys, wanted.label, wanted.expires_in_s)
-    log.info("pin %s: %s of namespace %s", row.id, "all" if keys is None else f"{len(keys)} chunks", row.namespace)
+    what = "all" if keys is None else counted(len(keys), "chunk")
+    log.info("pin %s: %s of namespace %s", row.id, what, row.namespace)
     service.changed()
     return row
 
@@ -151,7 +153,7 @@ def _evict(service: Service, selection: Selection, dry_run: bool, include_pinned
 
 def _set_quota(service: Service, note: str, wanted: Quota) -> QuotaList:
     change.set_quota(service.opened, note, wanted.quota_bytes)
-    log.info("%s: %s bytes", note, wanted.quota_bytes)
+    log.info("%s: %s", note, "unlimited" if wanted.quota_bytes is None else f"{wanted.quota_bytes} bytes")
     service.changed()
     return change.list_quotas(service.opened)
 

@@ -275,6 +275,14 @@ def test_a_pin_protects_and_is_shown(served: Serving) -> None:
     assert ok(served, "POST", "/api/v1/clear", json={"dry_run": False})["n_sets"] == 1 and not stored(served)
 
 
+def test_a_quota_without_a_limit_is_logged_as_unlimited(served: Serving, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "kvtier"):
+        for n_bytes in (None, 1 << 30):
+            ok(served, "PUT", "/api/v1/quotas/tenants/acme", json={"quota_bytes": n_bytes})
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0].endswith("acme: unlimited") and said[1].endswith("acme: 1073741824 bytes")
+
+
 def test_a_pin_of_a_stranger_is_listed_whatever_its_label(served: Serving) -> None:
     note = {"namespace": served.filled.namespace, "keys": None, "label": "\udcff half", "created_s": 1}
     served.index.put_note(f"pin/{'1' * 32}", json.dumps(note).encode(), None)
