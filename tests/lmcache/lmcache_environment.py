@@ -8,7 +8,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("0.5.3", "0.5.6")
 REQUIREMENTS = ROOT / "requirements" / "lmcache.txt"
 INSTALL_TIMEOUT_S = 600.0
