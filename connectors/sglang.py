@@ -14,8 +14,10 @@ except the number of the replica; kind, layout, dtype and dimensions of the host
 same pages: SGLang has one of them write, and all read its pages.
 
 SGLang does not pass to a backend: the model's folder and revision, quantization, load format, rope settings, the
-weights of a draft model in the same pages, and the fp8 variant of a pool of bytes. So `model_tag` is required, and must
-differ if any of these does. SGLang does not pass the user either, so no page belongs to a tenant.
+weights of a draft model in the same pages, the fp8 variant of a pool of bytes, and the weights of adapters. So
+`model_tag` is required, and must differ if any of these does. SGLang derives the number of an adapter of `--lora-paths`
+from its name and path, not from its files; one that is loaded later gets a random number, and shares no page after a
+restart. SGLang does not pass the user either, so no page belongs to a tenant.
 
 Updates of a running engine's weights are observed (kvtier.connectors.sglang_weights). From an update until SGLang has
 flushed its caches no page is found or stored, because the caches may hold KV of the old weights; from then on this
