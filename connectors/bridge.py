@@ -31,17 +31,9 @@ ANSWER_GOOD_S = 1.0  # a request that waits for blocks does not query the index 
 
 LOADS_MAX = 256  # requests with loads under way, unless the settings limit them
 
-# Pause of an idle engine step while a load is under way, seconds; a new request waits that long at worst. Every step in
-# between takes the interpreter lock from the load: on an H200 host, pauses of 2 ms halved the load rate. After a step
-# that began loads the pause is short, for the other requests of a burst come next; then it doubles.
-IDLE_WAIT_MIN_S, IDLE_WAIT_S = 0.001, 0.01
-
-# A burst of hits is taken in slices, one a step: once loads have been planned in a step for so long, seconds, the other
-# requests are looked up in the next one. Else no load begins, and no request decodes, until vLLM has scheduled them
-# all: 15 requests of 12,000 tokens take it 25 to 50 ms. Beside 16 such loads the longest gap of 16 decoding requests
-# was 69 ms and not 90, and the median first token of the others came after 518 ms and not 575 (two H200s, means of
-# eight in turns; results/gpu/under_load_slices.json).
-SLICE_S = 0.005
+# Longest pause of an idle engine step while a load is under way, seconds; a new request waits that long at worst. Every
+# step in between takes the interpreter lock from the load: on an H200 host, pauses of 2 ms halved the load rate.
+IDLE_WAIT_S = 0.01
 
 # While requests decode and other loads are under way, ended loads are answered in groups: a step that also computes the
 # last tokens of newcomers takes an engine several times as long as one that only decodes, for one newcomer or for ten.
@@ -80,34 +72,12 @@ class LoadRoom:
     def __init__(self, shared: SharedLoads) -> None:
         self.shared = shared
         self.loads_max = LOADS_MAX
+        self.planned: list[LoadPlan] = []  # for the next step
         self.under_way: set[str] = set()
-        self._planned: list[LoadPlan] = []  # for the next step
-        self._planned_s = 0.0  # time of the first of these
-        self._may_cut = False  # requests may wait for the next step
 
     @property
     def is_full(self) -> bool:
         return len(self.under_way) >= self.loads_max
-
-    def begin(self, plan: LoadPlan, now_s: float) -> None:
-        """Add a load to this step."""
-        if not self._planned:
-            self._planned_s = now_s
-        self._planned.append(plan)
-        self.under_way.add(plan.request_id)
-
-    def is_slice_over(self, now_s: float) -> bool:
-        """Return True if requests that have not been looked up wait for the next step."""
-        return self._may_cut and bool(self._planned) and now_s - self._planned_s >= SLICE_S
-
-    def missed(self) -> None:
-        """Note that a prompt is computed in this step: it may take long, so no request waits for the next one."""
-        self._may_cut = False
-
-    def take(self, is_brief: bool) -> tuple[LoadPlan, ...]:
-        """Return the plans of this step. is_brief: as in `take_step`."""
-        planned, self._planned, self._may_cut = tuple(self._planned), [], is_brief
-        return planned
 
 
 class SchedulerBridge:
@@ -156,10 +126,9 @@ class SchedulerBridge:
         request.computed_tokens = request.own_tokens = computed_tokens
         if computed_tokens and (self._has_old_blocks or self._has_foreign_kv):
             request.may_save = False
-        n_tokens = self._look_up(request, computed_tokens) if request.may_load else 0
-        if n_tokens == 0:
-            self.room.missed()
-        return n_tokens
+        if not request.may_load:
+            return 0
+        return self._look_up(request, computed_tokens)
 
     def begin_load(self, request_id: str, block_ids: Sequence[int], n_tokens: int) -> None:
         """Plan the load of the last offered hit, for which the engine now waits.
@@ -174,7 +143,8 @@ class SchedulerBridge:
         if offer is not None and offer.n_tokens == n_tokens:
             plan = self._plan_load(request, offer, block_ids)
         if plan is not None:
-            self.room.begin(plan, self._clock())
+            self.room.planned.append(plan)
+            self.room.under_way.add(request_id)
             self.room.shared.begin(request_id, (chunk.key for chunk in plan.chunks), n_tokens)
             request.own_tokens += n_tokens
         else:
@@ -251,23 +221,17 @@ class SchedulerBridge:
         return self.saves.has_pending_gathers
 
     def take_step(
-        self,
-        is_idle: bool = False,
-        rewritten: AbstractSet[int] | None = frozenset(),
-        decodes: bool = False,
-        is_brief: bool = False,
+        self, is_idle: bool = False, rewritten: AbstractSet[int] | None = frozenset(), decodes: bool = False
     ) -> Step:
         """Return the work planned since the last step.
 
         is_idle: the engine computes nothing in this step. rewritten: blocks that the engine may write to before the
-        gather; None: unknown. decodes: requests decode in this step. is_brief: the engine computes few tokens in this
-        step, so most likely in the next one too: requests may wait for that.
+        gather; None: unknown. decodes: requests decode in this step.
         """
         waits_for_room = self.saves.late.are_waiting
         before, after = self.saves.take_plans(rewritten)
-        loads = self.room.take(is_brief)
-        step = Step(before, after, loads, tuple(self._refused), is_idle, waits_for_room, decodes)
-        self._refused = []
+        step = Step(before, after, tuple(self.room.planned), tuple(self._refused), is_idle, waits_for_room, decodes)
+        self.room.planned, self._refused = [], []
         self._deadline.end_step()
         return step
 
@@ -313,9 +277,7 @@ class SchedulerBridge:
         shortest = max(1, self._limit.min_tokens)
         if end * size - computed_tokens < shortest or computed_tokens % self._shape.block_tokens:
             return 0  # a load that begins within an engine block would write into one that others may share
-        if self.room.shared.is_waiting(request.view.request_id, computed_tokens) or self.room.is_slice_over(
-            self._clock()
-        ):
+        if self.room.shared.is_waiting(request.view.request_id, computed_tokens):
             return None
         # Without room among the workers' loads a request waits here, where it holds no blocks and has no deadline.
         waits = self.room.is_full
@@ -409,7 +371,6 @@ class WorkerBridge:
         self._faults = faults
         self._waiting: set[str] = set()
         self._is_idle = self._waits_for_room = self._decodes = False
-        self._idle_wait_s = IDLE_WAIT_S
         self._pace = pace
         self._answers: list[LoadDone] = []
         self._saves: list[SaveDone] = []
@@ -418,7 +379,6 @@ class WorkerBridge:
     def before_forward(self, step: Step) -> None:
         """Call before the engine zeroes, loads into or computes on any block."""
         self._is_idle, self._waits_for_room, self._decodes = step.is_idle, step.waits_for_room, step.decodes
-        self._idle_wait_s = IDLE_WAIT_MIN_S if step.loads else min(IDLE_WAIT_S, 2 * self._idle_wait_s)
         self._save(step.before)
         self._transfer.step_begins(computes=not step.is_idle, decodes=step.decodes)
 
@@ -442,7 +402,7 @@ class WorkerBridge:
         interpreter lock that these need.
         """
         waits = self._is_idle and not self._answers and (self._waiting or self._waits_for_room)
-        wait_s = self._idle_wait_s if waits else 0.0
+        wait_s = IDLE_WAIT_S if waits else 0.0
         progress = Progress([], [], [])
         with self._faults.contained("asking for progress"):
             progress = self._transfer.poll(wait_s)

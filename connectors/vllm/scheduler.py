@@ -34,7 +34,6 @@ from kvtier.scheduler.engine_report import About
 
 log = logging.getLogger("kvtier")
 
-BRIEF_TOKENS = 512  # most tokens of a step for whose end other requests may wait: mostly it decodes
 SHORT_OF_BLOCKS = 0.1  # share of vLLM's blocks; with fewer free, requests wait for long loads of others, too
 
 
@@ -137,9 +136,8 @@ class SchedulerHalf:
         with self._faults.contained("reading a step's blocks"):
             rewritten = rewritten_blocks(scheduled)
         self._n_steps += 1
-        n_tokens = scheduled.total_num_scheduled_tokens
-        step = self._bridge.take_step(not n_tokens, rewritten, requests_decode(scheduled), n_tokens <= BRIEF_TOKENS)
-        return StepMetadata(step, self._n_steps)
+        is_idle = not scheduled.total_num_scheduled_tokens
+        return StepMetadata(self._bridge.take_step(is_idle, rewritten, requests_decode(scheduled)), self._n_steps)
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> None:
         """Note the end of a request, for any reason; its blocks are free from the next step on, after that step's

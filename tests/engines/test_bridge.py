@@ -92,41 +92,6 @@ def test_a_hit_that_finds_no_room_among_the_loads_waits_and_is_asked_for_again()
     assert len(scene.bridge.take_step().loads) == 3
 
 
-class Burst(Scene):
-    """Requests of one stored prompt, after a step that computed few tokens. Planning a load takes 3 ms."""
-
-    def __init__(self, *names: str, is_brief: bool = True) -> None:
-        super().__init__(may_load=False)
-        self.store_chunks(4)
-        for name in names:
-            self.bridge.track(RequestView(name, self.tokens, {}, may_load=True, may_save=True))
-        self.bridge.take_step(is_brief=is_brief)
-
-    def schedule(self, *names: str) -> list[str]:
-        """Have the engine look at requests that wait, as in one step. Return those whose load is planned."""
-        for name in names:
-            if self.bridge.hit_tokens(name, 0):
-                self.clock.now_s += 0.003
-                self.bridge.begin_load(name, BLOCKS, 256)
-        return [plan.request_id for plan in self.bridge.take_step(is_brief=True).loads]
-
-
-def test_a_burst_of_hits_is_taken_in_slices() -> None:
-    scene = Burst(*"abcde")
-    assert scene.schedule(*"abcde") == ["a", "b", "c"]
-    n_asked = scene.store.n_lookups
-    scene.clock.now_s += 1.0
-    assert scene.schedule(*"de") == ["d", "e"]
-    assert scene.store.n_lookups == n_asked + 2, "a request that waits for the next step asks nobody"
-
-
-@pytest.mark.parametrize(("first", "is_brief"), [("r", True), ("a", False)])
-def test_no_request_waits_for_a_step_that_may_take_long(first: str, is_brief: bool) -> None:
-    """r is computed; or the engine computes a long prompt since the step before."""
-    scene = Burst(*"abcd", is_brief=is_brief)
-    assert scene.schedule(first, *"bcd")[-3:] == ["b", "c", "d"]
-
-
 def test_a_local_hit_inside_a_chunk_moves_only_the_first_token() -> None:
     """The engine has 96 tokens: the load takes the second chunk whole, and leaves its first 32 tokens alone."""
     scene = Scene()
@@ -456,19 +421,6 @@ def test_answers_wait_only_beside_decoding_requests() -> None:
     assert loading.step(0.01, "b", decodes=False) == ["b"]
     assert loading.step(3600.0, decodes=False) == []  # the engine has nothing to do
     assert loading.step(0.01, "c") == ["c"]
-
-
-def test_idle_pauses_are_short_after_a_step_that_began_loads() -> None:
-    """The other requests of a burst come next. Later pauses take the interpreter lock from the loads."""
-    bridge, transfer = worker()
-    waited: list[float] = []
-    transfer.poll = lambda timeout_s=0.0: waited.append(timeout_s) or Progress([], [], [])  # type: ignore[method-assign, func-returns-value]
-    for loads in ((load_plan(),), (), (), (), (), ()):
-        step = Step(loads=loads, is_idle=True)
-        bridge.before_forward(step)
-        bridge.start_loads(step)
-        bridge.poll()
-    assert waited == [0.001, 0.002, 0.004, 0.008, IDLE_WAIT_S, IDLE_WAIT_S]
 
 
 def test_a_request_may_load_again_later() -> None:

@@ -138,7 +138,6 @@ class RecordingBridge:
 
     def __init__(self) -> None:
         self.advanced: list[tuple[str, int, tuple[int, ...]]] = []
-        self.is_brief = False
 
     def chunks_pending(self, request_id: str, frontier_tokens: int) -> bool:
         return True
@@ -158,8 +157,7 @@ class RecordingBridge:
     def begin_load(self, request_id: str, block_ids: Any, n_tokens: int) -> None:
         pass
 
-    def take_step(self, is_idle: bool, rewritten: Any, decodes: bool, is_brief: bool) -> Step:
-        self.is_brief = is_brief
+    def take_step(self, is_idle: bool = False, rewritten: Any = frozenset(), decodes: bool = False) -> Step:
         return Step(decodes=decodes)
 
 
@@ -247,16 +245,6 @@ def test_workers_know_whether_requests_decode(half: SchedulerHalf) -> None:
         empty, req_ids=["a", "b"], new_block_ids=[None, None], num_computed_tokens=[10, 10], num_output_tokens=[0, 3]
     )
     assert half.build_step(step).step.decodes
-
-
-@pytest.mark.parametrize(("n_tokens", "is_brief"), [(0, True), (2, True), (8192, False)])
-def test_requests_wait_for_no_step_that_computes_a_long_prompt(
-    half: SchedulerHalf, n_tokens: int, is_brief: bool
-) -> None:
-    step = scheduled([], [("a", None, 10), ("b", None, 10)], set())
-    step.total_num_scheduled_tokens = n_tokens
-    half.build_step(step)
-    assert half._bridge.is_brief == is_brief  # type: ignore[attr-defined]
 
 
 def test_a_step_that_cannot_be_understood_saves_nothing(half: SchedulerHalf) -> None:
