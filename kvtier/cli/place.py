@@ -26,6 +26,7 @@ from kvtier.errors import ConfigError
 from kvtier.index.base import Index
 from kvtier.index.open import open_index
 from kvtier.maintenance.sweeper import is_to_be_rebuilt
+from kvtier.model.config_json import NAME_A_FOLDER
 from kvtier.storage.root import Root, find_root, is_read_only, with_default_capacity
 from kvtier.storage.start_wait import in_time
 
@@ -77,7 +78,7 @@ def refuse_missing_file(path: Path | None) -> None:
 def refuse_missing_model(folder: Path) -> None:
     """Raises ConfigError unless the folder has a config.json."""
     if not (folder / "config.json").is_file():
-        raise ConfigError("model", str(folder), "there is no config.json; name the folder of a Hugging Face model")
+        raise ConfigError("model", str(folder), f"there is no config.json; {NAME_A_FOLDER}")
 
 
 def find_place(path: Path | None, config: Path | None) -> CommandTarget:

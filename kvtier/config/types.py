@@ -94,14 +94,16 @@ def absolute_path(value: Path, is_secret: bool = False) -> Path:
     return value
 
 
-def _no_empty_path(value: object) -> object:
+def _path_text(value: object) -> object:
     if isinstance(value, str) and not value.strip():  # Path("") is the current folder
         raise ValueError("it is empty: set it to an absolute path, or unset it")
+    if isinstance(value, str) and "://" in value:  # a Path would be a folder `s3:` in the current one
+        raise ValueError("it is a URL, and kvtier needs a path: set it to an absolute path on a mounted file system")
     return value
 
 
-AbsolutePath = Annotated[Path, BeforeValidator(_no_empty_path), AfterValidator(absolute_path)]
-SecretPath = Annotated[Path, BeforeValidator(_no_empty_path), AfterValidator(partial(absolute_path, is_secret=True))]
+AbsolutePath = Annotated[Path, BeforeValidator(_path_text), AfterValidator(absolute_path)]
+SecretPath = Annotated[Path, BeforeValidator(_path_text), AfterValidator(partial(absolute_path, is_secret=True))]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 BytesOrZero = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Count = Annotated[int, BeforeValidator(no_bool), Field(gt=0)]

@@ -19,6 +19,7 @@ from kvtier.model.families import ENCODER, FAMILIES, REFUSED, ExpertKeys, Family
 from kvtier.model.layer_kinds import CHUNK, FULL, WINDOW, refusal
 
 KEY = "--model"
+NAME_A_FOLDER = "name the folder of a Hugging Face model: `hf download NAME` prints that of a name on the Hub"
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _NOT_SERVED = "kvtier does not serve such models"
 # Keys that multimodal models may have outside of their `text_config`.
@@ -190,7 +191,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
-        fix = f"cannot read {path.name} there ({error.strerror}); name the folder of a Hugging Face model"
+        fix = f"cannot read {path.name} there ({error.strerror}); {NAME_A_FOLDER}"
         raise ConfigError(KEY, str(path.parent), fix) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(KEY, str(path), f"it is not JSON ({error}); download it again") from None

@@ -35,12 +35,15 @@ def test_a_folder_in_place_of_settings_says_how_a_root_is_named(
 
 
 @pytest.mark.parametrize("command", ["check", "stats"])
-def test_an_empty_variable_is_named(command: str, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+def test_an_empty_variable_and_a_url_are_named(command: str, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     """An empty KVTIER_ROOT was taken for the current folder."""
     status = 1 if command == "check" else 2
     monkeypatch.setenv("KVTIER_ROOT", "")
     said = cli.refused(command, status=status)
     assert "it is empty" in said and said.endswith("(from environment variable KVTIER_ROOT)\n")
+    monkeypatch.setenv("KVTIER_ROOT", "s3://bucket/kv")  # "try /the/current/folder/s3:/bucket/kv", it said
+    said = cli.refused(command, status=status)
+    assert "it is a URL, and kvtier needs a path" in said and "try" not in said
     monkeypatch.delenv("KVTIER_ROOT")
     monkeypatch.setenv("KVTIER_CONFIG", "")
     assert cli.refused(command, status=status).startswith("kvtier: KVTIER_CONFIG = '': it is empty")

@@ -330,7 +330,9 @@ def test_bad_values(option: str, value: str, reason: str, model: str, cli: Cli) 
 
 
 def test_a_folder_without_a_model(tmp_path: Path, cli: Cli) -> None:
-    assert "name the folder of a Hugging Face model" in cli.refused("plan", "--model", str(tmp_path), *GPU)
+    for named in (str(tmp_path), "meta-llama/Llama-3.1-8B"):  # the latter: a name on the Hub, as vLLM takes it
+        said = cli.refused("plan", "--model", named, *GPU)
+        assert "name the folder of a Hugging Face model" in said and "`hf download NAME` prints" in said
     for text, reason in (("{", "it is not JSON"), ("[]", "it is not a JSON object")):
         (tmp_path / "config.json").write_text(text)
         assert reason in cli.refused("plan", "--model", str(tmp_path), *GPU)
