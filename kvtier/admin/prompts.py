@@ -40,7 +40,7 @@ def _tokenizer(name: str) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise NoTokenizer("the package tokenizers is not installed here") from None
+        raise NoTokenizer("the package tokenizers is not installed here (`pip install tokenizers`)") from None
     return Tokenizer.from_str(_text(path))
 
 
