@@ -45,6 +45,21 @@ def test_every_error_that_stops_a_start_is_in_troubleshooting() -> None:
     assert len(keys) > 50 and not [key for key in sorted(keys) if f"`{key}`" not in page]
 
 
+def test_the_warnings_in_troubleshooting_are_those_of_the_code() -> None:
+    """By their words. What Redis says of its memory is not kvtier's."""
+    page = (DOCS / "troubleshooting.md").read_text().partition("## Warnings in the log")[2]
+    quoted = {
+        words
+        for row in page.splitlines()
+        if row.startswith("| `")
+        for words in re.findall("`(.+?)`", row.split("|")[1])
+    }
+    sources = [path for folder in ("kvtier", "connectors") for path in (ROOT / folder).rglob("*.py")]
+    nodes = (node for path in sources for node in ast.walk(ast.parse(path.read_text())))
+    texts = "\n".join(str(node.value) for node in nodes if isinstance(node, ast.Constant))
+    assert len(quoted) > 15 and [words for words in quoted if words not in texts] == ["used memory > 'maxmemory'"]
+
+
 def error_keys(source: str) -> list[str]:
     """Return the literal keys of the ConfigErrors that are made; those of a loop are the texts that it goes over."""
     found: list[str] = []
