@@ -321,7 +321,7 @@ class Settings(BaseSettings):
         if self.capacity_bytes < set_bytes:
             fix = (
                 f"one segment set takes {exact(set_bytes)}; raise capacity_bytes to at least that (better, several "
-                f"times that) or lower {smaller_set(slots)}"
+                f"times that; where it is not set, free space on the root's disk) or lower {smaller_set(slots)}"
             )
             raise ConfigError("capacity_bytes", self.capacity_bytes, fix)
         self.capacity.check_sets(set_bytes, self.capacity_bytes, slots)

@@ -411,7 +411,7 @@ def test_empty_file_is_the_defaults(tmp_path: Path) -> None:
 def test_capacity_smaller_than_one_segment_set() -> None:
     settings = Settings.load({"root": "/x", "capacity_bytes": "4GiB"})
     settings.check_capacity(4 << 30)
-    with pytest.raises(ConfigError, match="capacity_bytes = .*one segment set takes 8GiB;"):
+    with pytest.raises(ConfigError, match="capacity_bytes = .*one segment set takes 8GiB;.* not set, free space"):
         settings.check_capacity(8 << 30)
 
 
