@@ -16,7 +16,7 @@ from kvtier.runtime.file_descriptors import close_file, with_descriptors
 log = logging.getLogger("kvtier")
 
 BELOW_ROOT = 2  # folders between a root and a namespace's files: `v2` and the namespace's own
-LEASE_BREAK_S, LEASE_LOOK_S = 5.0, 0.01  # deadline and poll interval while another process holds a lease, seconds
+LEASE_BREAK_S, LEASE_POLL_S = 5.0, 0.01  # deadline and poll interval while another process holds a lease, seconds
 
 NOT_ANSWERING = frozenset({
     errno.EIO, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNABORTED,
@@ -100,7 +100,7 @@ def once_free(open_it: Callable[[], int]) -> int:
         except BlockingIOError:
             if time.monotonic() > deadline_s:
                 raise
-        time.sleep(LEASE_LOOK_S)
+        time.sleep(LEASE_POLL_S)
 
 
 def remove_strange(folder: str, names: Iterable[str]) -> None:

@@ -1,5 +1,5 @@
-"""Arenas of one worker, made at start (I7): where the engine's pages are on a GPU, slots beside them (staging, and
-the hbm arena) and a pinned host arena below; on the CPU one arena in host memory."""
+"""Arenas of one worker, made at start (I7). On a GPU: slots in HBM (staging and the hbm arena), and a pinned arena in
+host memory. On the CPU: one arena in host memory."""
 
 from __future__ import annotations
 
@@ -29,23 +29,22 @@ from kvtier.worker.cuda_events import CudaOrder, HostOrder, Order
 
 log = logging.getLogger("kvtier")
 
-ARENA_SLOTS_MIN = 4  # fewer can't hold a save and a load side by side
-# Steps whose chunks are in staging at a time: engines launch a step ahead of the one that runs, and the chunks of the
-# step before are still on their way down.
+ARENA_SLOTS_MIN = 4  # fewer slots have no room for a save and a load at the same time
+# Steps whose chunks are in staging at a time: the one that runs, the next one, which engines launch ahead, and the
+# previous one, whose chunks are still being copied into host memory.
 STEPS_IN_FLIGHT = 3
 LOAD_SLOTS = 32  # staging slots for loads, beside those for saves
-# Bytes pinned in one call, some 4 ms, in which the driver holds locks that launches and copies need. (H200, tmpfs: with
-# pinning going on, loads ran at 30 GB/s instead of 47, and a step of the model took 29 ms instead of 15.)
+# Bytes pinned in one call. It takes about 4 ms, in which the driver holds locks that launches and copies need. (H200,
+# tmpfs: during pinning, loads ran at 30 GB/s instead of 47, and a step of the model took 29 ms instead of 15.)
 PIN_BYTES = 32 << 20
 # Longest time for which the engine's start waits for pinning, seconds: 8 GiB take 1.1 s alone, and calls that pin made
 # the capture of CUDA graphs beside them take 4 s instead of 1 s (H200).
 PIN_START_MAX_S = 2.0
-# Interval at which pinning looks whether loads have ended, and the longest time for which it makes way for them (saves
-# need the arena too), seconds.
-PIN_LOOK_S, PIN_YIELD_MAX_S = 0.01, 2.0
+# Pinning pauses while loads are under way: poll interval, and longest pause (saves need the arena too), seconds.
+PIN_POLL_S, PIN_YIELD_MAX_S = 0.01, 2.0
 HBM_SPARE_BYTES = 512 << 20  # left free for what the engine allocates after its KV cache (CUDA graphs, workspaces)
-# Share of free memory that staging of the default size takes at most: an engine that was given nearly all memory still
-# captures its graphs.
+# Largest share of free memory for staging of the default size. The rest is for the graphs of an engine that was given
+# nearly all memory.
 HBM_SHARE = 2 / 3
 
 
@@ -130,7 +129,7 @@ class Pinner:
         self._is_loading: Callable[[], bool] = lambda: False
 
     def start(self, is_loading: Callable[[], bool]) -> None:
-        """Begin, and make way while loads are under way. Return when all is pinned, or after PIN_START_MAX_S."""
+        """Begin to pin, with pauses while loads are under way. Return when all is pinned, or after PIN_START_MAX_S."""
         self._is_loading = is_loading
         self._jobs.submit(self._pin_all)
         self._has_ended.wait(PIN_START_MAX_S)
@@ -140,14 +139,14 @@ class Pinner:
         self._makes_way.set()
 
     def close(self) -> None:
-        """Nothing may use the arena any more."""
+        """Unpin the arena, which nothing may use any more."""
         self._is_closed.set()
         self._jobs.drain(5.0)
         self._jobs.close()
         for address in self._pinned:
             try:
                 cuda.unpin(address)
-            except TierUnavailable as fault:  # CUDA is broken, and may still have the memory: it stays
+            except TierUnavailable as fault:  # CUDA is broken and may still use the memory, so it is not freed
                 log.warning("%s", fault)
                 _still_pinned.append(self._arena)
                 return
@@ -160,12 +159,12 @@ class Pinner:
             self._has_ended.set()
 
     def _pin(self) -> None:
-        # Whole slots a call: a copy must not span two registrations.
+        # Each call pins whole slots, because a copy must not span two registrations.
         step = max(1, PIN_BYTES // self._arena.slot_bytes)
         took_s = 0.0
         for first in range(0, self._arena.n_slots, step):
             end = min(first + step, self._arena.n_slots)
-            self._let_others_go_first(took_s)
+            self._pause_for_others(took_s)
             if self._is_closed.is_set():
                 return
             started_s = time.monotonic()
@@ -183,11 +182,11 @@ class Pinner:
             self._arena.grow(end)
             took_s = time.monotonic() - started_s
 
-    def _let_others_go_first(self, took_s: float) -> None:
+    def _pause_for_others(self, took_s: float) -> None:
         if self._makes_way.is_set():
             self._is_closed.wait(took_s)
-        for _ in range(round(PIN_YIELD_MAX_S / PIN_LOOK_S)):
-            if not self._is_loading() or self._is_closed.wait(PIN_LOOK_S):
+        for _ in range(round(PIN_YIELD_MAX_S / PIN_POLL_S)):
+            if not self._is_loading() or self._is_closed.wait(PIN_POLL_S):
                 return
 
 
@@ -208,8 +207,7 @@ def _host_buffer(n_bytes: int, slot_bytes: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class HbmSlots:
-    """Slots of one arena in a GPU's memory. staging: those for chunks that pass through. arena: those for chunks that
-    stay."""
+    """Numbers of slots in a GPU's memory. staging: for chunks in transit. arena: for cached chunks (the hbm arena)."""
 
     staging: int
     arena: int
@@ -220,19 +218,19 @@ class HbmSlots:
         return (self.staging + self.arena) * self.slot_bytes
 
     def within(self, hbm: HbmSettings, free_bytes: int) -> HbmSlots:
-        """Return fewer slots for staging where the setting does not name their size and not all fit beside the engine
-        (HBM_SHARE), but no fewer than ARENA_SLOTS_MIN."""
+        """Return fewer slots for staging if they do not fit beside the engine (HBM_SHARE) and the setting does not give
+        their size, but no fewer than ARENA_SLOTS_MIN."""
         if hbm.staging_bytes is not None or self.n_bytes + HBM_SPARE_BYTES <= free_bytes:
             return self
         fits = min(int(HBM_SHARE * free_bytes), free_bytes - HBM_SPARE_BYTES) // self.slot_bytes - self.arena
         return replace(self, staging=max(ARENA_SLOTS_MIN, min(self.staging, fits)))
 
     def lacks_share(self, free_bytes: int, total_bytes: int) -> float:
-        """Return the share of all GPU memory by which the engine's must shrink for these slots, rounded up to 0.01."""
+        """Return the share of all GPU memory that the engine must give up for these slots, rounded up to 0.01."""
         return math.ceil(100 * (self.n_bytes + HBM_SPARE_BYTES - free_bytes) / total_bytes) / 100
 
     def check_fits(self, hbm: HbmSettings, free_bytes: int, total_bytes: int) -> None:
-        """Raises ConfigError, with the arithmetic, when they do not fit beside the engine."""
+        """Raise ConfigError, with the arithmetic, if the slots do not fit beside the engine."""
         needed_bytes = self.n_bytes + HBM_SPARE_BYTES
         if needed_bytes <= free_bytes:
             return
@@ -252,7 +250,7 @@ class HbmSlots:
 
 
 def hbm_slots(hbm: HbmSettings, slot_bytes: int, step_chunks: int) -> HbmSlots:
-    """Raises ConfigError for sizes that hold too little."""
+    """Return the slots that the settings ask for. Raises ConfigError for sizes with too few slots."""
     given = hbm.staging_bytes
     staging = STEPS_IN_FLIGHT * step_chunks + LOAD_SLOTS if given is None else given // slot_bytes
     if staging < ARENA_SLOTS_MIN:

@@ -1,4 +1,4 @@
-"""Worker context: parts that loads and saves share, and the quarantine of their late I/O."""
+"""Worker context: objects that loads and saves of a rank share, and the quarantine of late I/O."""
 
 import threading
 import time
@@ -21,13 +21,12 @@ from kvtier.worker.read_plan import Source
 
 ChunkArena = Arena[tuple[Source, ...]]
 
-
-SWEEP_INTERVAL_S = 0.05
+SWEEP_INTERVAL_S = 0.05  # least time between two sweeps of the quarantine, seconds
 
 
 class Quarantine:
-    """I/O that outlived its deadline. A read or write that hangs in the kernel can't be taken back, so its buffers
-    stay out of use until it returns: late bytes land in slots, never in engine blocks (I10)."""
+    """I/O that did not end by its deadline. A read or write that hangs in the kernel cannot be cancelled, so its slots
+    are not used again until it returns: late bytes land in slots, never in engine blocks (I10)."""
 
     def __init__(self) -> None:
         self._late: list[tuple[Reads, Callable[[], None]]] = []
@@ -35,17 +34,17 @@ class Quarantine:
         self._next_sweep_s = 0.0
 
     def add(self, batch: Reads, release: Callable[[], None]) -> None:
-        """Cancels what has not begun; calls `release` (from `sweep`) when nothing of the batch is under way."""
+        """Cancel the operations that have not begun. `sweep` calls `release` once all others have returned."""
         batch.cancel()
         with self._lock:
             self._late.append((batch, release))
 
     def sweep(self) -> None:
-        """Releases what has returned. Not for the engine's thread: closing a file may take long."""
+        """Release the batches that have returned. Not for the engine's thread, because closing a file may take long."""
         with self._lock:
             returned = [entry for entry in self._late if entry[0].wait(0)]
             self._late = [entry for entry in self._late if entry not in returned]
-        with ExitStack() as stack:  # each is released, also if another one's release raises
+        with ExitStack() as stack:  # calls all of them, even if one raises
             for _, release in returned:
                 stack.callback(release)
 
@@ -64,12 +63,12 @@ class Quarantine:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """One rank's place in the world.
+    """Objects of one rank that its loads and saves share.
 
-    arena: the slots that gather and scatter work on, in the memory where the pages are.
-    host: the arena in host memory below it; None where `arena` is that itself.
-    order: what must be waited for before bytes may move. sums: checksums of slabs in `arena`.
-    io: what loads and saves go through. files: the segments of a namespace by its id.
+    arena: slots for gathers and scatters, in the memory of the engine's pages (GPU or host). host: arena in host memory
+    between `arena` and storage; None where `arena` is in host memory itself. order: order of copies against the
+    engine's work. sums: computes checksums of slabs in `arena`. io: engines that read and write. files: the segments of
+    a namespace, by its id.
     """
 
     geometry: Geometry
@@ -89,26 +88,26 @@ class WorkerContext:
     clock: Callable[[], float] = time.monotonic
 
     def close_removed(self) -> None:
-        """Close segments whose sets are no longer in the index, and those that the file system says were unlinked.
+        """Close segments whose sets the index does not list any more, and segments that were unlinked.
 
-        An index that does not answer, or that lost its content, says nothing of sets: the segments stay open. To close
-        one too many costs the next read an open.
+        If the index does not answer or has lost its content, segments of removed sets stay open. A segment that is
+        closed without need costs the next read an open.
         """
         open_sets = self.files.open_sets()
         if open_sets:
             with suppress(IndexUnavailable):
                 was_lost = self.index.was_reset
                 known = {info.set_id for info in self.index.some_sets(open_sets)}
-                if not (was_lost or self.index.was_reset):  # asked twice: it may be lost between the two questions
+                if not (was_lost or self.index.was_reset):  # the index may be lost between the two calls
                     self.files.close_sets(open_sets - known)
         self.files.close_unlinked()
 
 
 def arena_slot_bytes(geometry: Geometry, codec: Codec, share: RankShare) -> int:
-    """Bytes that one chunk of this rank can take in an arena, whichever ranks wrote it: a header page, and slabs.
+    """Return the largest size of a chunk of this rank in an arena, whichever ranks wrote it: a header page and slabs.
 
-    A slab is read whole to be verified, also for some of its layers, and is padded at worst once a layer (a writer
-    with one layer a pipeline stage); so a pipeline stage's slot has room for the layers of all stages.
+    A slab is verified, and so read, as a whole, even if the rank needs only some of its layers: a slot has room for all
+    layers of the model. At worst each layer is padded, as by a writer with one layer for each pipeline stage.
     """
     per_head = sum(padded(codec.layers_bytes(geometry, range(n, n + 1))) for n in range(geometry.layers))
     return PAGE_BYTES + share.reads.n_heads * per_head

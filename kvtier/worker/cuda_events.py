@@ -4,10 +4,10 @@ CUDA runs what a stream is given in order, and streams side by side unless one w
 engine's work is on its own current stream:
 
 - a gather is launched on that stream itself, so later forwards cannot overwrite blocks before they are gathered;
-- a gathered slot is read, or given to another chunk, after a `mark` that was taken behind the gather is done;
-- a scatter runs behind a mark taken when the load began: by then the engine has launched the zeroing of the blocks and
-  everything that their previous owner did with them;
-- the engine computes on loaded blocks only after it was told that the load ended, which is after the scatter has.
+- a gathered slot is read, or given to another chunk, once the event that was recorded behind the gather is done;
+- a scatter runs behind an event that was recorded when the load began: by then the engine has launched the zeroing of
+  the blocks and everything that their previous owner did with them;
+- the engine computes on loaded blocks only after the answer that the load ended, which comes after the scatter's end.
 """
 
 import logging
@@ -23,54 +23,54 @@ from kvtier.io import cuda
 
 log = logging.getLogger("kvtier")
 
-Mark = Any  # everything that was launched before some moment
+CudaEvent = Any  # done once all that was launched on its stream before it is done; None on the CPU
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (target, source) of copies
 
 
 class Order(Protocol):
-    """Thread-safe."""
+    """Order of copies and kernels against the engine's work. Thread-safe."""
 
-    def mark(self) -> Mark:
-        """Return a mark of all that the engine has launched so far; called on the engine's thread."""
+    def record(self) -> CudaEvent:
+        """Record an event behind all that the engine has launched so far. Called on the engine's thread."""
 
-    def wait(self, mark: Mark) -> None:
-        """Returns when all that the mark stands for is done."""
+    def wait(self, event: CudaEvent) -> None:
+        """Return once the event is done."""
 
-    def is_done(self, mark: Mark) -> bool:
+    def is_done(self, event: CudaEvent) -> bool:
         """Return True if `wait` would return at once."""
 
     def launching(self) -> AbstractContextManager[None]:
-        """A place for launches that are waited for by what they return."""
+        """Enter the stream for launches whose results the caller waits for."""
 
-    def begin(self, work: Callable[[], None], *after: Mark) -> Mark:
-        """Runs `work`, which launches, behind the marks; does not wait for what it launched."""
+    def begin(self, work: Callable[[], None], *after: CudaEvent) -> CudaEvent:
+        """Call `work`, whose launches run behind the events. Return an event behind them, without waiting for it."""
 
-    def begin_copies(self, pairs: Pairs) -> Mark:
-        """Start copies that no launch waits for, on any stream. The memory must stay until their mark is done."""
+    def begin_copies(self, pairs: Pairs) -> CudaEvent:
+        """Start copies, and return their event. No launch waits for them. The memory must stay until they are done."""
 
-    def begin_copies_down(self, pairs: Pairs) -> Mark:
+    def begin_copies_down(self, pairs: Pairs) -> CudaEvent:
         """Start copies of saves into host memory; they run beside those of `begin_copies`."""
 
 
 class HostOrder:
     """All work is done when its call returns."""
 
-    def mark(self) -> Mark:
+    def record(self) -> CudaEvent:
         return None
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, event: CudaEvent) -> None:
         pass
 
-    def is_done(self, mark: Mark) -> bool:
+    def is_done(self, event: CudaEvent) -> bool:
         return True
 
     def launching(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def begin(self, work: Callable[[], None], *after: Mark) -> Mark:
+    def begin(self, work: Callable[[], None], *after: CudaEvent) -> CudaEvent:
         work()
 
-    def begin_copies(self, pairs: Pairs) -> Mark:
+    def begin_copies(self, pairs: Pairs) -> CudaEvent:
         for target, source in pairs:
             target.copy_(source)
 
@@ -90,63 +90,63 @@ class CudaOrder:
         self._engine_thread = threading.get_ident()
         self._own = threading.local()
 
-    def mark(self) -> Mark:
+    def record(self) -> CudaEvent:
         return self._record(torch.cuda.current_stream(self._device))
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, event: CudaEvent) -> None:
         self._enter()
-        mark.synchronize()
+        event.synchronize()
 
-    def is_done(self, mark: Mark) -> bool:
+    def is_done(self, event: CudaEvent) -> bool:
         self._enter()
-        return bool(mark.query())
+        return bool(event.query())
 
     @contextmanager
     def launching(self) -> Iterator[None]:
         with self._launching("summing"):
             yield
 
-    def begin(self, work: Callable[[], None], *after: Mark) -> Mark:
-        # Not the stream of `launching`: what is launched there, and waited for, would wait for these marks too.
+    def begin(self, work: Callable[[], None], *after: CudaEvent) -> CudaEvent:
+        # Not the stream of `launching`: the caller that waits for its launches there would wait for these events too.
         with self._launching("scattering", *after) as stream:
             work()
             return self._record(stream)
 
-    def begin_copies(self, pairs: Pairs) -> Mark:
+    def begin_copies(self, pairs: Pairs) -> CudaEvent:
         return self._begin_copies("copying", pairs)
 
-    def begin_copies_down(self, pairs: Pairs) -> Mark:
+    def begin_copies_down(self, pairs: Pairs) -> CudaEvent:
         return self._begin_copies("copying_down", pairs)
 
-    def _begin_copies(self, stream: str, pairs: Pairs) -> Mark:
+    def _begin_copies(self, stream: str, pairs: Pairs) -> CudaEvent:
         with self._launching(stream) as launched:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             return self._record(launched)
 
     @contextmanager
-    def _launching(self, name: str, *after: Mark) -> Iterator[torch.cuda.Stream]:
-        """This thread's stream of that name, the current one within: what is launched on it runs behind the marks."""
+    def _launching(self, name: str, *after: CudaEvent) -> Iterator[torch.cuda.Stream]:
+        """Make this thread's stream of that name the current one. Launches on it run behind the events."""
         self._enter()
         stream = self._stream(name)
         with torch.cuda.stream(stream):
-            for mark in after:
-                stream.wait_event(mark)
+            for event in after:
+                stream.wait_event(event)
             try:
                 yield stream
             except BaseException:
-                stream.synchronize()  # part of it may be on its way
+                stream.synchronize()  # some launches may have begun
                 raise
 
     def _enter(self) -> None:
-        """A new thread's device is the first of the host, and to use that makes a context of half a GiB there. Asking
-        for events would spoil a graph that the engine is recording, unless the thread is relaxed."""
+        """Prepare the thread at its first call."""
+        # A new thread's device is number 0; its first use would create a context of half a GiB there.
         if hasattr(self._own, "entered"):
             return
         torch.cuda.set_device(self._device)
         if threading.get_ident() != self._engine_thread:
             try:
-                cuda.relax_this_thread()
+                cuda.relax_this_thread()  # else a query of an event would spoil a graph that the engine is recording
             except TierUnavailable as fault:
                 log.warning("%s", fault)
             # Makes the device's context current, which older releases of torch do at a thread's first call to CUDA.
@@ -154,7 +154,7 @@ class CudaOrder:
         self._own.entered = True
 
     def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        # Who waits sleeps: a waiting thread must not take the engine's core.
+        # `blocking`: a thread that waits for the event sleeps, and leaves its core to the engine.
         event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
@@ -162,7 +162,7 @@ class CudaOrder:
     def _stream(self, name: str) -> torch.cuda.Stream:
         known: torch.cuda.Stream | None = getattr(self._own, name, None)
         if known is None:
-            # Sums and scatters are short and free slots, so the GPU schedules them before the model's kernels.
+            # Checksums and scatters are short and free slots, so the GPU schedules them before the model's kernels.
             priority = -1 if name in ("summing", "scattering") else 0
             known = torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
             setattr(self._own, name, known)

@@ -1,12 +1,15 @@
-"""Chunks on their way into the engine's blocks: their states, and the steps from one state to the next.
+"""Chunk loader: the states of chunks that are being loaded, and the steps from one state to the next.
 
-    OPENING -> READING -> ARRIVED -> VERIFIED -> (a scatter for each load that wants it) -> ENDED
+    OPENING -> READING -> ARRIVED -> VERIFIED -> (a scatter for each load that waits for the chunk) -> ENDED
 
-A chunk of the host arena is COPYING instead of OPENING and READING; one of the staging arena starts as ARRIVED. A chunk
-of a signed namespace is read into the host arena, JUDGING there, and then COPYING. SUSPECT: the read failed or the
-checksums differ, and the chunk waits until all chunks before it were scattered; then it is JUDGING: a thread of the
-pool decides whether it is read again. DROPPED: no load wants the chunk any more, but a task of the pool still has it. A
-step takes all chunks that are ready for it. All steps but those of the pool run on the loop's thread.
+    found in the host arena     COPYING instead of OPENING and READING
+    found in the arena          starts as ARRIVED
+    signed                      read into the host arena, then JUDGING, then COPYING
+    SUSPECT                     its read failed or its checksums differ; it waits until all chunks before it in the
+                                prompt are scattered, then it is JUDGING: a pool thread decides whether to read it again
+    DROPPED                     no load waits for it any more, but a task of the pool still has it
+
+A step takes all chunks that are ready for it. All steps run on the loop's thread, except tasks of the pool.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from kvtier.plan import LoadChunk, LoadPlan
 from kvtier.runtime import metrics as names
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.worker.context import ChunkArena, WorkerContext
-from kvtier.worker.cuda_events import Mark
+from kvtier.worker.cuda_events import CudaEvent
 from kvtier.worker.loop import TaskPool, TransferLoop
 from kvtier.worker.read_plan import Source, slabs_bytes
 from kvtier.worker.record_reader import FetchFailed, FileReads, HeldSegments, RecordReader
@@ -39,14 +42,14 @@ from kvtier.worker.record_reader import FetchFailed, FileReads, HeldSegments, Re
 if TYPE_CHECKING:
     from kvtier.worker.loads import Loader
 
-# Chunks of a load whose reads begin together, or whose segments one task of the pool opens, or that are copied behind
-# one mark: as many as have OPENED_BYTES, within these limits.
+# Limits of the chunks of a load that are taken together: for one submission of reads, one task that opens segments, or
+# one event behind copies. Within these limits, as many as make up OPENED_BYTES.
 OPENED_MIN, OPENED_MAX, OPENED_BYTES = 8, 32, 512 << 20
 _batch_of = attrgetter("reads.batch")
-# Most loaded chunks, and most bytes of them, that are being copied into the host arena; one chunk always may be. Chunks
-# beyond that are not copied. The checksums of the next chunks cross PCIe after these copies: with 256 MiB of copies a
-# turn waited 5 ms for checksums, and loads ran at 0.78 of the rate of pinned copies; without copies they ran at 0.92
-# (H200, 16 loads of 47 chunks of 32 MiB).
+# Limits, in chunks and bytes, of copies of loaded chunks into the host arena at a time; one chunk is always allowed.
+# Chunks beyond the limits are not copied. The checksums of the next chunks cross PCIe after these copies: with 256 MiB
+# of copies a turn waited 5 ms for checksums, and loads ran at 0.78 of the rate of pinned copies; without copies they
+# ran at 0.92 (H200, 16 loads of 47 chunks of 32 MiB).
 HOST_COPIES_MAX, HOST_COPIES_BYTES = 8, 64 << 20
 
 
@@ -66,15 +69,15 @@ TURN_STATES = (State.READING, State.ARRIVED, State.VERIFIED, State.SUSPECT)
 
 
 class Origin(Enum):
-    """Source of the bytes in a slot. It decides how the slot is given back."""
+    """Source of a chunk's bytes. It decides whether the chunk's slot is released or discarded."""
 
-    ARENA = auto()  # the slot is leased: others may use it too
-    HOST = auto()  # the slot is reserved; copied from a leased slot of the host arena
-    FILES = auto()  # the slot is reserved; read from open segments
+    ARENA = auto()  # cached in the slot, which is leased: other loads may use it too
+    HOST = auto()  # copied into a reserved slot, from a leased slot of the host arena
+    FILES = auto()  # read into a reserved slot, from open segments
 
 
-class Part(NamedTuple):
-    """Chunk `number` of a load's plan."""
+class Waiter(NamedTuple):
+    """Load that waits for chunk `number` of its plan."""
 
     load: Load
     number: int
@@ -86,23 +89,23 @@ class Part(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """One plan on its way. after: the engine's work that a scatter must not overtake, such as zeroing these blocks.
+    """Load under way. after: event behind the engine's work that must precede a scatter, such as zeroing the blocks.
 
-    moved_s: when it was begun, or a chunk of it was scattered last. waiting: numbers of chunks that are in no fetch.
-    n_scattered: chunks whose scatter was launched, in the order of the prompt; n_landed: of them, those in the engine's
-    blocks. end: number of the first chunk that is given up. n_pending: chunks that are neither landed nor given up; the
-    load is answered when there are none.
+    waiting: numbers of the chunks without a fetch. n_scattered: chunks whose scatter was launched, in the order of the
+    prompt; n_landed: those of them that are in the engine's blocks. end: number of the first chunk that was given up.
+    n_pending: chunks that neither landed nor were given up; at 0 the load is answered. progress_s: time at which the
+    load began or a chunk of it was last scattered.
     """
 
     plan: LoadPlan
-    after: Mark
+    after: CudaEvent
     asked_s: float
     deadline_s: float
     turn_s: float  # loads are served in the order of this time
     waiting: list[int]  # descending: the next one is the last
     end: int
     n_pending: int
-    moved_s: float = 0.0
+    progress_s: float = 0.0
     n_scattered: int = 0
     n_landed: int = 0
     n_bytes: int = 0
@@ -117,17 +120,17 @@ class Load:
 
 @dataclass(eq=False, slots=True)
 class Fetch:
-    """Fetch of one chunk, shared by all loads that want it at the time.
+    """Fetch of one chunk, shared by all loads that need it at the same time.
 
-    chunk: from the load that began the fetch. wanted_by: parts that are not scattered yet. n_moving: scatters under
-    way. n_loads: loads that have wanted it so far. slot: in the arena. host_slot: in the host arena, reserved as the
-    target of a read of signed bytes, or leased where the chunk is copied up; -1: none. held: open segments, until the
-    bytes are verified.
+    chunk: as the load that began the fetch names it. waiters: those whose scatter was not launched yet. n_scattering:
+    scatters under way. n_loads: loads that have waited for the chunk so far. slot: in the arena. host_slot: slot of the
+    host arena, reserved for a read of signed bytes or leased for a copy into the arena; -1: none. held: open segments,
+    until the bytes are verified.
     """
 
     namespace: bytes
     chunk: LoadChunk
-    wanted_by: list[Part]
+    waiters: list[Waiter]
     state: State = State.OPENING
     origin: Origin = Origin.FILES
     slot: int = -1
@@ -135,22 +138,22 @@ class Fetch:
     sources: tuple[Source, ...] = ()
     reads: FileReads | None = None
     held: HeldSegments | None = None
-    copied: Mark = None
-    n_moving: int = 0
+    copied: CudaEvent = None
+    n_scattering: int = 0
     n_loads: int = 1
     was_reread: bool = False
-    bad: tuple[Source, ...] = ()  # those whose checksums do not match
+    bad: tuple[Source, ...] = ()  # sources whose checksums do not match
 
-    def is_wanted_by(self, load: Load) -> bool:
-        return any(part.load is load for part in self.wanted_by)
+    def has_waiter_of(self, load: Load) -> bool:
+        return any(waiter.load is load for waiter in self.waiters)
 
 
 class ChunkLoader:
-    """Steps of the chunks of a worker. Not thread-safe: called on the loop's thread.
+    """Steps of a worker's chunks. Not thread-safe: called on the loop's thread.
 
-    in_state: the chunks of each state, in the order in which they reached it; a turn goes through these states.
-    scattering: lock, held while a scatter is launched; on the CPU, until it is done. is_stopped: no scatter may begin;
-    asked under that lock, so that another thread which sets it and then takes the lock finds no scatter under way.
+    in_state: the chunks in each state of TURN_STATES, in the order in which they reached it. scattering: lock that is
+    held while a scatter is launched (on the CPU: until it is done). is_stopped: no scatter may begin. It is read under
+    the lock: a thread that sets it and then takes the lock knows that no scatter is being launched.
     """
 
     def __init__(
@@ -182,8 +185,8 @@ class ChunkLoader:
                 entered[fetch] = None
 
     def begin(self, fetches: Sequence[Fetch]) -> int:
-        """Give new chunks, at most `begun_together`, slots in order until none is free, and start to fill these. Return
-        how many chunks have been begun."""
+        """Claim slots for new chunks, at most `begun_together`, in order until no slot is free, and start to fill them.
+        Return the number of chunks begun."""
         worker = self._worker
         claimed = worker.arena.claim([fetch.chunk.key for fetch in fetches])
         cached, below = list[Fetch](), list[Fetch]()
@@ -200,7 +203,7 @@ class ChunkLoader:
         found: list[tuple[Fetch, int, tuple[Source, ...]]] = []
         if below and worker.host is not None:
             found, below = self._find_in_host(worker.host, below)
-        if below and self._landing is not None:  # after the leases: the slot to land in might be taken from this chunk
+        if below and self._landing is not None:  # after `_find_in_host`, because `reserve` may evict the chunk there
             (fetch,) = below
             landing = self._landing.reserve()
             if landing is None:
@@ -245,7 +248,7 @@ class ChunkLoader:
         return bool(clean or doubtful)
 
     def judge(self, fetch: Fetch) -> None:
-        """Find out about bytes that are not good, and read them again or give the chunk up."""
+        """Decide on bytes that are not good: read them again, or give the chunk up."""
         if fetch.bad:
             bad, fetch.bad = fetch.bad, ()
             self._reject(fetch, bad)
@@ -275,14 +278,14 @@ class ChunkLoader:
         self.set_state(good, State.VERIFIED)
         self.set_state(suspect, State.SUSPECT)
 
-    def scatter(self, parts: Sequence[tuple[Fetch, Part]], after: Sequence[Mark]) -> Mark:
-        """Launch the scatter of verified chunks into the blocks of the loads, behind `after`; return its mark."""
-        moves = [self._move(fetch, source, part) for fetch, part in parts for source in fetch.sources]
+    def scatter(self, waiters: Sequence[tuple[Fetch, Waiter]], after: Sequence[CudaEvent]) -> CudaEvent:
+        """Launch the scatter of verified chunks into the loads' blocks, behind the events `after`. Return its event."""
+        moves = [self._move(fetch, source, waiter) for fetch, waiter in waiters for source in fetch.sources]
         worker = self._worker
         return worker.order.begin(partial(worker.codec.decode, worker.pages, moves), *after)
 
     def leave(self, fetches: Sequence[Fetch]) -> None:
-        """End chunks that have landed for every load that wants them: cache them in the arenas, or free their slots."""
+        """End chunks that have landed for all loads: cache them in the arenas, or free their slots."""
         self.set_state(fetches, State.ENDED)
         self._release(fetches)
         arena, admit, has_host = self._worker.arena, self._admit, self._worker.host is not None
@@ -315,7 +318,8 @@ class ChunkLoader:
             self._copy_to_host(for_host)
 
     def abandon(self, fetch: Fetch) -> None:
-        """Give back what a chunk holds that no load waits for. Reads under way keep their slots until they return."""
+        """Free the slots and segments of a chunk for which no load waits. Reads under way keep their slots until the
+        kernel returns them."""
         self.set_state([fetch], State.ENDED)
         slot, fetch.slot, key = fetch.slot, -1, fetch.chunk.key
         if slot < 0:
@@ -365,18 +369,18 @@ class ChunkLoader:
         self._open([fetch])
 
     def _submit_reads(self, fetches: Sequence[Fetch], held: HeldSegments) -> list[FileReads | Exception | None]:
-        """Submit the reads, on a thread of the pool. Return the result of each chunk, and None for those after the
-        first that failed: most often they fail like it, and their load ends there."""
+        """Submit the reads, on a thread of the pool. Return a result for each chunk: None for those after the first
+        that failed, which most often would fail too."""
         return self._reads_of(fetches, self.reader.begin(self._targets(fetches), held))
 
     def _targets(self, fetches: Sequence[Fetch]) -> list[tuple[LoadChunk, int]]:
-        """Return the chunks, and the slots that they are read into."""
+        """Return each chunk with the slot that it is read into."""
         return [(fetch.chunk, fetch.slot if self._landing is None else fetch.host_slot) for fetch in fetches]
 
     def _reads_of(
         self, fetches: Sequence[Fetch], results: Sequence[FileReads | Exception]
     ) -> list[FileReads | Exception | None]:
-        """Note the reads of the chunks; return a result for each: None for those after the last of `results`."""
+        """Store the reads in their fetches. Return a result for each chunk: None for those after the last result."""
         for fetch, result in zip(fetches, results, strict=False):
             if isinstance(result, FileReads):
                 fetch.reads = result
@@ -407,7 +411,7 @@ class ChunkLoader:
             self.abandon(fetch)
         elif result is True:
             self.arrived([fetch])
-        elif result is False:  # what came may be stale
+        elif result is False:  # the bytes may be stale
             self._read_anew(fetch)
         else:
             self._end_in_pool(fetch, result)
@@ -422,7 +426,7 @@ class ChunkLoader:
         self._open_again(fetch)
 
     def arrived(self, fetches: Sequence[Fetch]) -> None:
-        """All bytes were read. On the CPU the I/O threads have verified them."""
+        """Take chunks whose bytes were all read. On the CPU the I/O threads have verified them."""
         worker, n_bytes = self._worker, 0
         self.reader.stuck.answered()
         for fetch in fetches:
@@ -438,7 +442,8 @@ class ChunkLoader:
             worker.metrics.add(names.KVIKIO_READ_BYTES, n_bytes)
 
     def _copy_up_signed(self, landing: ChunkArena, fetches: Sequence[Fetch]) -> None:
-        """Copy up signed chunks that were read into the host arena and found good. Those stay there that are wanted."""
+        """Copy signed chunks that were read into the host arena and verified there. Keep those that the host arena
+        admits."""
         risen = []
         self._release(fetches)
         for fetch in fetches:
@@ -457,18 +462,19 @@ class ChunkLoader:
             n_bytes = slabs_bytes(sources)
             pairs.append((arena.record(fetch.slot, n_bytes), host.record(host_slot, n_bytes)))
         self.set_state(fetches, State.COPYING)
-        mark = self._worker.order.begin_copies(pairs)
+        event = self._worker.order.begin_copies(pairs)
         for fetch in fetches:
-            fetch.copied = mark
-        self._loop.when_done(self._loader, mark, self._copied_up, (fetches, mark))
+            fetch.copied = event
+        self._loop.when_done(self._loader, event, self._copied_up, (fetches, event))
 
-    def _copied_up(self, copied: tuple[Sequence[Fetch], Mark]) -> None:
-        fetches, mark = copied
-        still = [fetch for fetch in fetches if fetch.state is State.COPYING and fetch.copied is mark]
+    def _copied_up(self, copied: tuple[Sequence[Fetch], CudaEvent]) -> None:
+        fetches, event = copied
+        still = [fetch for fetch in fetches if fetch.state is State.COPYING and fetch.copied is event]
         self.set_state(still, State.ARRIVED)
 
     def _reject(self, fetch: Fetch, bad: Sequence[Source]) -> None:
-        """The bytes are not those that were saved: a copy is forgotten and read again; a record is offered no more."""
+        """Reject bytes whose checksums do not match. Drop a bad copy from its arena and fetch the chunk again; retract
+        a bad record from the index."""
         key, locations = fetch.chunk.key, [source.location for source in bad]
         if fetch.origin is Origin.FILES and self.reader.may_be_stale():
             if fetch.was_reread:
@@ -492,8 +498,8 @@ class ChunkLoader:
         self._open_again(fetch)
 
     def _copy_to_host(self, landed: Sequence[tuple[Fetch, int, bool]]) -> None:
-        """Copy verified chunks into the host arena, then give their slots back. Copy nothing while the host arena is
-        full, or while the loop itself limits the loads.
+        """Copy verified chunks into the host arena, then free their slots. Copy nothing while the host arena is full,
+        or while the loop itself limits the loads.
 
         landed: (fetch, slot, whether the slot is leased).
         """
@@ -523,13 +529,13 @@ class ChunkLoader:
             with ExitStack() as refused:
                 refused.callback(give_back, landed[: len(copied)])
                 refused.callback(host.discard, *[host_slot for _, host_slot in copied])
-                mark = order.begin_copies(pairs)
+                event = order.begin_copies(pairs)
                 refused.pop_all()
             self._n_host_copies += len(copied)
-            self._loop.when_done(self._loader, mark, end, None)
+            self._loop.when_done(self._loader, event, end, None)
 
     def _release(self, fetches: Sequence[Fetch]) -> None:
-        """Release leases of host slots, and open segments."""
+        """Release the fetches' leases of host slots and their open segments."""
         leases = list[tuple[int, bytes]]()
         held = Counter[HeldSegments]()
         for fetch in fetches:
@@ -544,10 +550,10 @@ class ChunkLoader:
         if leases and self._worker.host is not None:
             self._worker.host.release_each(leases)
 
-    def _move(self, fetch: Fetch, source: Source, part: Part) -> Move:
+    def _move(self, fetch: Fetch, source: Source, waiter: Waiter) -> Move:
         _, (wanted, _, slab_bytes, _, slot_offset, patch), _ = source
         slabs = self._worker.arena.slabs(fetch.slot, slot_offset, wanted.n_heads, slab_bytes)
-        chunk = part.load.plan.chunks[part.number]
+        chunk = waiter.load.plan.chunks[waiter.number]
         return Move(patch, chunk.block_ids, slabs, self.first_block(chunk) if chunk.first_token else 0)
 
     def first_block(self, chunk: LoadChunk) -> int:

@@ -1,10 +1,9 @@
 """Transfer loop: one thread that owns the state of a worker's loads and saves, and never waits for storage or index.
 
-Other threads hand it work with `post`. Work that may wait for storage or index is a task of a pool of threads; its
-result is posted to the loop. A turn takes the posts and the marks that the device has reached, and then runs the steps
-of each part: the loads, the copies of saves, and their records. The loop is a job: it ends when only a task or the
-engine can give it work, and they start it again.
-"""
+Other threads hand work to the loop with `post`. Work that may wait for storage or index is a task of a thread pool,
+which posts its result. A turn runs the callbacks of posts and of CUDA events that are done, then the steps of each
+part: the loads, the copies of saves, and the records of saves. The loop runs as a job, which ends when only a task or
+the engine can give it more work. The next post starts the job again."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from kvtier.errors import KVTierError, TierUnavailable
 from kvtier.io.base import Reads
 from kvtier.runtime.threads import ThreadJobs
 from kvtier.worker.context import WorkerContext
-from kvtier.worker.cuda_events import Mark
+from kvtier.worker.cuda_events import CudaEvent
 from kvtier.worker.record_reader import FetchFailed
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.0003, 0.008  # pause after a turn in which nothing had ended; it doubles up to the maximum
@@ -41,13 +40,13 @@ TASKS_MAX = 4096  # tasks of a pool that wait for a thread: more than all chunks
 STUCK_S = 1.0  # a task that runs for so long may hang in the kernel, seconds; at most a quarter of the timeout
 
 Then = Callable[[Any], None]
-_due_of, _marks_of = attrgetter("due_s"), attrgetter("marks")
+_due_of, _events_of = attrgetter("due_s"), attrgetter("events")
 
 
 class Turn(NamedTuple):
     """Result of a turn. has_moved: something changed. goes_on: the next turn has work at once. io: the oldest batch of
-    reads, writes or flushes under way. n_bytes: size of all I/O under way. is_polled: work is under way whose end does
-    not wake the loop."""
+    reads, writes or flushes under way. n_bytes: size of all I/O under way. is_polled: the loop must poll, because the
+    end of some work does not wake it."""
 
     has_moved: bool = False
     goes_on: bool = False
@@ -59,29 +58,29 @@ class Turn(NamedTuple):
 class LoopPart(Protocol):
     """Part of the loop's work, called on its thread.
 
-    work: chunks or loads under way; without any, there is no turn. marks: (mark of launches or copies under way,
-    callback that runs once the mark is done, its argument). due_s: time of the next deadline or other timed work, as of
-    the last turn.
+    work: chunks or loads under way; without any, `turn` is not called. events: (event of launches or copies under way,
+    callback to run once the event is done, the callback's argument). due_s: time of the next deadline or other timed
+    work, as of the last turn.
     """
 
-    marks: list[tuple[Mark, Then, Any]]
+    events: list[tuple[CudaEvent, Then, Any]]
     due_s: float
 
     @property
     def work(self) -> Collection[Any]: ...
 
     def turn(self) -> Turn:
-        """Take every chunk as far as it goes now."""
+        """Advance every chunk as far as possible without a wait."""
 
     def give_up(self) -> None:
-        """End all that was taken, after a fault of the loop."""
+        """Fail all work that the part has taken, after an exception in the loop."""
 
 
 class TransferLoop:
-    """The loop of a worker. `post`, `look` and `drain` may be called on any thread, all else on the loop's.
+    """Loop of a worker. `post`, `check_deadlines` and `drain` may be called on any thread, all else on the loop's.
 
     Args:
-        jobs: run the loop, on one thread.
+        jobs: the one thread that runs the loop.
     """
 
     def __init__(self, worker: WorkerContext, jobs: ThreadJobs) -> None:
@@ -90,17 +89,17 @@ class TransferLoop:
         self._jobs = jobs
         self._pools: list[ThreadJobs] = []
         self._pause_s = PAUSE_MIN_S
-        # Without a lock: the engine's thread notes that its launches ended, then asks whether the loop waits for that;
-        # the loop notes that it waits, then asks whether the launches go on.
+        # No lock is needed: the engine's thread clears `_is_launching`, then reads `_gives_way`; the loop sets
+        # `_gives_way`, then reads `_is_launching`.
         self._is_launching = self._gives_way = self._decodes = False
-        # All threads use these, under the lock:
+        # Shared by all threads, under the lock:
         self.changed = threading.Condition()
         self.n_tasks = 0  # queued and running ones of all pools
         self._is_running = False
         self._posted: deque[tuple[Then, Any]] = deque()
 
     def pool(self, jobs: ThreadJobs) -> TaskPool:
-        """Return a pool of threads whose results come back to the loop."""
+        """Return a pool of threads that posts its results to this loop."""
         self._pools.append(jobs)
         return TaskPool(self, jobs)
 
@@ -117,7 +116,7 @@ class TransferLoop:
                 self._posted.clear()
             return self._is_running
 
-    def look(self) -> None:
+    def check_deadlines(self) -> None:
         """Request a turn if a deadline has passed, and add threads to pools whose tasks hang."""
         if min(map(_due_of, self.parts)) <= self._worker.clock():
             self.post(None)
@@ -126,25 +125,26 @@ class TransferLoop:
                 jobs.widen(min(STUCK_S, self._worker.timeout_s / 4))
 
     def step_begins(self, *, computes: bool, decodes: bool) -> None:
-        """Note that the engine begins a step. computes: its thread launches a forward, for which it needs the
-        interpreter lock. decodes: requests decode in this step."""
+        """Note that the engine begins a step. computes: the engine's thread launches a forward, and needs the
+        interpreter lock for that. decodes: requests decode in this step."""
         self._decodes = decodes
         self._is_launching = computes
 
     def forward_is_launched(self) -> None:
-        """Note that the engine's thread launches no forward any more. Called in each step, also in one without."""
+        """Note that the engine's thread has launched its forward. Called in each step, also in one without a
+        forward."""
         self._is_launching = False
         if self._gives_way:
             with self.changed:
                 self.changed.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is under way. Return False when `timeout_s` was not enough."""
+        """Wait until no work is under way. Return False after `timeout_s`."""
         return self.wait_until(lambda: not (self._is_running or self.n_tasks), timeout_s)
 
     def wait_until(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until `is_so()`, which is asked under the lock whenever `changed` is notified. Return False when
-        `timeout_s` was not enough."""
+        """Wait until `is_so()` is True. It is called under the lock, each time that `changed` is notified. Return False
+        after `timeout_s`."""
         ends_s = time.monotonic() + timeout_s
         with self.changed:
             while not is_so():
@@ -154,23 +154,23 @@ class TransferLoop:
                 self.changed.wait(left_s)
             return True
 
-    def when_done(self, part: LoopPart, mark: Mark, then: Then, value: Any) -> None:
-        """Call `then(value)` once the mark is done."""
-        if mark is None:  # on the CPU
+    def when_done(self, part: LoopPart, event: CudaEvent, then: Then, value: Any) -> None:
+        """Call `then(value)` once the event is done."""
+        if event is None:  # on the CPU
             then(value)
         else:
-            part.marks.append((mark, then, value))
+            part.events.append((event, then, value))
 
     def turn(self) -> Turn:
-        """Take all work as far as it goes now."""
+        """Run all callbacks and steps that are possible without a wait."""
         has_moved = bool(self._posted)
         for _ in range(len(self._posted)):  # one at a time: if one raises, the others are not lost
             then, value = self._posted.popleft()
             then(value)
         goes_on, io, n_bytes, is_polled = False, None, 0, False
         for part in self.parts:
-            if part.marks:
-                has_moved |= self._take_marks(part)
+            if part.events:
+                has_moved |= self._take_events(part)
             if part.work:
                 turn = part.turn()
                 has_moved |= turn.has_moved
@@ -180,7 +180,7 @@ class TransferLoop:
                 is_polled |= turn.is_polled
             else:
                 part.due_s = math.inf
-            is_polled |= bool(part.marks)
+            is_polled |= bool(part.events)
         return Turn(has_moved, goes_on, io, n_bytes, is_polled)
 
     def _run(self) -> None:
@@ -202,12 +202,13 @@ class TransferLoop:
                         self.changed.notify_all()
                         return
                 self._pause(turn.io)
-        except BaseException:  # our bug, or CUDA's: no chunk is left without an answer, and no slot is lost
+        except BaseException:  # a bug here or a CUDA fault: answer every chunk, and free every slot
             self._give_up()
             raise
 
     def _give_way(self, n_bytes: int) -> None:
-        """Leave the interpreter lock to the engine: the queued I/O, of so many bytes, needs no turn for now."""
+        """Leave the interpreter lock to the engine for a while. n_bytes: size of the queued I/O, which goes on
+        alone."""
         longest_s = n_bytes / 2 / FASTEST_BYTES_S
         pause_s = min(longest_s, DECODE_PAUSE_S if self._decodes else QUEUED_PAUSE_S)
         time.sleep(pause_s)
@@ -217,7 +218,8 @@ class TransferLoop:
             self._gives_way = False
 
     def _pause(self, io: Reads | None) -> None:
-        """Wait for what ends next, without the interpreter lock. Marks are polled: CUDA has no wait with a time-out."""
+        """Wait for an end of I/O or a post, without the interpreter lock. CUDA events are polled: CUDA has no wait with
+        a timeout."""
         if io is not None:
             io.wait(self._pause_s)
         else:
@@ -229,21 +231,21 @@ class TransferLoop:
             if not self._posted:
                 self.changed.wait(timeout_s)
 
-    def _take_marks(self, part: LoopPart) -> bool:
-        done = [entry for entry in part.marks if self._worker.order.is_done(entry[0])]
+    def _take_events(self, part: LoopPart) -> bool:
+        done = [entry for entry in part.events if self._worker.order.is_done(entry[0])]
         for entry in done:
-            part.marks.remove(entry)
+            part.events.remove(entry)
             _, then, value = entry
             then(value)
         return bool(done)
 
     def _give_up(self) -> None:
-        """End all that was taken, after what was launched for it has ended; what was posted goes on."""
+        """Fail all work that parts have taken, once its launches have ended. Posts that were not taken go on."""
         for part in self.parts:
-            marks, part.marks = part.marks, []
-            for mark, then, value in marks:
+            events, part.events = part.events, []
+            for event, then, value in events:
                 with suppress(Exception):
-                    self._worker.order.wait(mark)
+                    self._worker.order.wait(event)
                     then(value)
         for part in self.parts:
             with suppress(Exception):
@@ -251,7 +253,7 @@ class TransferLoop:
         with self.changed:
             self._is_running = False
             self.changed.notify_all()
-        if self._posted or any(map(_marks_of, self.parts)):  # callbacks may have begun copies
+        if self._posted or any(map(_events_of, self.parts)):  # callbacks may have begun copies
             self.post(None)
 
 
@@ -263,7 +265,8 @@ class TaskPool:
         self._jobs = jobs
 
     def add(self, work: Callable[[], object], then: Then | None = None) -> None:
-        """Run `work` on a thread, and then `then` on the loop's, with its result or its exception."""
+        """Run `work` on a thread of the pool, then `then(result)` on the loop's thread; result: of `work`, or its
+        exception."""
         with self._loop.changed:
             self._loop.n_tasks += 1
         if not self._jobs.submit(partial(self._run, work, then)):

@@ -1,9 +1,9 @@
-"""Segments that a rank fills: made when their first record comes, and not left behind in sets that are not its engine's
-any more. All of it may wait for storage or the index, so it runs on threads of the pool.
+"""Own segments: the segments that a rank fills. It creates each for the first record, and unlinks or truncates those in
+sets that its engine has lost. All calls may wait for storage or index, so they run on threads of the pool.
 
-A writer may be slower than the time for which others believe that it lives. They take its sets over, and remove those
-without records; a segment that it makes after that is in no index, and no budget counts it. So the index is asked once
-a segment is there, not before: a remover that comes later than that finds the segment and unlinks it.
+A slow writer may outlive its lease. Others then take over its sets and remove those without records. A segment that the
+writer creates after that is in no index, and counts against no capacity. So the writer asks the index for the set after
+it has created the segment, not before: if the set is removed later than that, the remover finds the segment.
 """
 
 import logging
@@ -23,8 +23,8 @@ from kvtier.storage.open_segments import Name, OpenSegment
 from kvtier.storage.segments import SegmentFiles, segment_name
 from kvtier.worker.context import WorkerContext
 
-ACCEPTED_MAX = 64 * STRIPES_MAX  # most files that are remembered to have visible records
-UNPUBLISHED_MAX = 4096  # records whose saves failed that are remembered until they are erased
+ACCEPTED_MAX = 64 * STRIPES_MAX  # limit of the files that are remembered to have visible records
+UNPUBLISHED_MAX = 4096  # limit of the records of failed saves that are remembered until they are erased
 
 
 class OwnSegments:
@@ -33,8 +33,8 @@ class OwnSegments:
     Args:
         writes: content of a record of this rank.
 
-    whole: content of the records of all ranks. accepted: files of which the index accepted records. unpublished:
-    (namespace, set, slot) of records to erase, because their saves failed.
+    whole: content of the records of all ranks. accepted: files with records that the index has accepted. unpublished:
+    (namespace, set, slot) of records that must be erased, because their saves failed.
     """
 
     def __init__(self, worker: WorkerContext, writes: Extent) -> None:
@@ -50,7 +50,7 @@ class OwnSegments:
         self._log = RepeatedLog(worker.clock)
 
     def lease(self, plan: SavePlan, chunk: SaveChunk, part: int) -> OpenSegment | None:
-        """Return the segment for the chunk, open until its release; None when its set is no longer in the index.
+        """Return the chunk's segment, open until its release; None if its set is no longer in the index.
 
         part: number of the set's file that has the chunk's slot. Raises TierUnavailable, Corrupt.
         """
@@ -60,13 +60,13 @@ class OwnSegments:
             leased = files.lease(chunk.set_id, part, for_writing=True)
             if leased is None:
                 name, is_new = (chunk.set_id, part), files.create(header)
-                while is_new and name in self.accepted:  # of a file that was removed; two threads may have noted it
+                while is_new and name in self.accepted:  # an earlier file of this name; two threads may have noted it
                     self.accepted.remove(name)
-                with suppress(IndexUnavailable):  # the records wait for the index anyway, to be published
+                with suppress(IndexUnavailable):  # if the index stays away, the record is not published either
                     self._leave_unknown(files, {chunk.set_id}, {name} if is_new else ())
                 leased = files.lease(chunk.set_id, part, for_writing=True)
         except TierUnavailable:
-            # A reset removes the set with its namespace's folder, which is no fault of the storage.
+            # A reset removes the set and its namespace's folder; then the missing folder is no fault of the storage.
             if self._was_removed(chunk.set_id):
                 return None
             raise
@@ -83,8 +83,8 @@ class OwnSegments:
         return False
 
     def _header(self, plan: SavePlan, chunk: SaveChunk, part: int) -> SegmentHeader:
-        """Return the header of the segment that this rank creates for the chunk. A segment with another header
-        is not ours and must not be written: its header decides where in the file a record goes."""
+        """Return the header of the segment that this rank creates for the chunk. A segment with another header must not
+        be written, because a segment's header determines the offsets of its records."""
         return SegmentHeader(
             plan.namespace,
             chunk.set_id,
@@ -99,10 +99,13 @@ class OwnSegments:
         )
 
     def leave(self, namespace: bytes, written: Collection[Location]) -> set[int]:
-        """Return the ids of the sets that are still ours, after the index refused one of these records. Our segments of
-        sets that it does not know are unlinked; those of sets that were taken over are cut behind what is visible of
-        them, as the sweeper did before this record was written: it may have cut the record's bytes while they were on
-        their way, and the header page came last. Raises IndexUnavailable, TierUnavailable."""
+        """Handle a publish that the index rejected in part. Return the ids of the sets that this engine still owns.
+
+        Unlink this rank's segments of sets that the index does not list. Truncate those of sets that were taken over
+        behind their last visible record, as the sweeper did: if it did so while the record was being written, the file
+        has the record's header page, which is written last, without its slabs. Raises IndexUnavailable,
+        TierUnavailable.
+        """
         files = self._worker.files(namespace)
         ours, taken_over = self._leave_unknown(files, {location.set_id for location in written})
         for set_id in taken_over:
@@ -112,19 +115,21 @@ class OwnSegments:
     def _leave_unknown(
         self, files: SegmentFiles, set_ids: Collection[int], new: Collection[Name] = ()
     ) -> tuple[set[int], set[int]]:
-        """Return the sets that are ours and those that were taken over; see `leave`. new: files made just now, without
-        records. Files of a set that was taken over are kept: they are counted, and its owner removes them. After the
-        index was lost, nothing is unlinked: its rebuild may be reading the files. It is asked twice, because the index
-        may be lost between the two questions."""
+        """Unlink this rank's files of sets that the index does not list. Return (ids of the sets that this engine owns,
+        ids of those that were taken over). new: files that were just created, without records.
+
+        Files of a set that was taken over are kept: they are counted, and its new owner removes them. After a loss of
+        the index nothing is unlinked, because its rebuild may be reading the files.
+        """
         index = self._worker.index
         was_lost = index.was_reset
         known = index.some_sets(set_ids)
         unknown = set(set_ids) - {info.set_id for info in known}
         ours = {info.set_id for info in known if info.owner != UNOWNED}
-        if was_lost or index.was_reset:
+        if was_lost or index.was_reset:  # the index may be lost between the two calls
             return ours, set()
-        # Files of which the index accepted records are kept. Their set was removed, and its remover unlinks them, or
-        # the index went back to an earlier state, and its rebuild reads them.
+        # Keep files with records that the index had accepted: either their set was removed, and its remover unlinks
+        # them, or the index went back to an earlier state, and its rebuild reads them.
         accepted = set(self.accepted).difference(new)
         for set_id in sorted(unknown):
             parts = [part for part in parts_of(set_id, self._worker.share.rank) if (set_id, part) not in accepted]
@@ -133,19 +138,19 @@ class OwnSegments:
         return ours, {info.set_id for info in known} - ours
 
     def note_unpublished(self, namespace: bytes, chunks: Iterable[SaveChunk]) -> None:
-        """Remember records whose saves failed: they may be whole in their files, or only their headers may be after a
-        failed flush, and a rebuild of the index would publish them. No write of them may be under way any more."""
+        """Remember records whose saves failed, to erase them: their headers may be in the files, and then a rebuild of
+        the index would publish them. No write of them may be under way any more."""
         self.unpublished.extend((namespace, chunk.set_id, chunk.slot) for chunk in chunks)
 
     def erase_unpublished(self) -> None:
-        """Blank the headers of these records. What the storage refuses stays for the next call; so does all while
-        another process sweeps or rebuilds, for it may have read the records and publish them."""
+        """Blank the headers of `unpublished` records. Records in files that the storage refuses stay for the next call.
+        So do all of them while another process sweeps or rebuilds, because it may be about to publish them."""
         first = next(iter(self.unpublished), None)
         if first is None:
             return
         owner = f"writer of {first[1]:016x}, rank {self._worker.share.rank}"
         lease = SweepLease(self._worker.index, owner, self._worker.clock)
-        with suppress(IndexUnavailable):  # they stay for the next call
+        with suppress(IndexUnavailable):  # the records stay for the next call
             if lease.take():
                 try:
                     self._erase_all()
@@ -154,7 +159,7 @@ class OwnSegments:
 
     def _erase_all(self) -> None:
         records = []
-        with suppress(IndexError):  # another thread may take them as well
+        with suppress(IndexError):  # until it is empty; another thread may take records too
             while True:
                 records.append(self.unpublished.popleft())
         by_file: dict[tuple[bytes, int, int], list[int]] = {}
@@ -164,7 +169,7 @@ class OwnSegments:
         is_refused = False
         for (namespace, set_id, part), slots in by_file.items():
             is_erased = False
-            with suppress(Corrupt):  # no record of this file is read by a rebuild
+            with suppress(Corrupt):  # a rebuild reads no record of such a file
                 try:
                     is_erased = not is_refused and self._erase(namespace, set_id, part, slots)
                 except (IndexUnavailable, TierUnavailable):
@@ -173,9 +178,9 @@ class OwnSegments:
                     self.unpublished.extend((namespace, set_id, slot) for slot in slots)
 
     def _erase(self, namespace: bytes, set_id: int, part: int, slots: Collection[int]) -> bool:
-        """Return False if the file is missing now and may come back.
+        """Erase records of one file. Return False if the file is missing now and may come back.
 
-        A record that a rebuild of the index has published by now is whole, and stays (I1).
+        A record that a rebuild of the index has published is complete, and stays (I1).
         """
         visible = {place.slot for _, place in self._worker.index.members(set_id) if place.part == part}
         is_there = self._worker.files(namespace).erase(set_id, part, set(slots) - visible)
@@ -190,15 +195,15 @@ class OwnSegments:
                 if part in used or not self._worker.files.sharing.may_be_away:
                     files.trim(set_id, part, used.get(part, 0))
                 else:
-                    # It may have been away when the index was rebuilt: a sweep reads its earlier records back.
+                    # The file may have been missing when the index was rebuilt; a sweep then reads its records later.
                     files.erase(set_id, part, [place.slot for place in written if place.part == part])
         except (Corrupt, TierUnavailable) as fault:
             self._log.warning("trim", "segment set %016x is not trimmed: %s", set_id, fault)
 
     def _unlink(self, files: SegmentFiles, set_id: int, parts: Collection[int]) -> None:
-        # A reset removes the sets of the namespace that the engine leaves; the scheduler's half logs losses. Until the
-        # engine's next heartbeat, each chunk that is saved comes here again.
-        text = "segment set %016x was removed before all of it was written, as after a reset; late records are dropped"
+        # Repeated for each chunk that is saved until the engine renews its lease. Not a warning, because a reset
+        # removes sets on purpose; the scheduler's half logs losses.
+        text = "segment set %016x was removed before it was full, as after a reset; late records are dropped"
         self._log.line(logging.INFO, f"removed {set_id}", text, set_id)
         try:
             for part in parts:
@@ -209,4 +214,4 @@ class OwnSegments:
             )
             return
         if len(parts) == len(parts_of(set_id, self._worker.share.rank)):
-            self._worker.index.remove_set(set_id)  # a sweeper may have read it back just before its file was gone
+            self._worker.index.remove_set(set_id)  # a sweep may have added it again just before the unlink

@@ -1,6 +1,6 @@
-"""Record writer: from chunks in arena slots to records that the index has, for the saves of a worker.
+"""Record writer: writes chunks from arena slots into segments, and publishes their records in the index.
 
-The states READY to PUBLISHING of the table in kvtier.worker.saving.
+Its states are READY to PUBLISHING of the table in kvtier.worker.saving.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from kvtier.runtime.repeated_log import RepeatedLog, cause_of
 from kvtier.storage.filesystem import FULL
 from kvtier.storage.open_segments import Name, OpenSegment
 from kvtier.worker.context import ChunkArena, WorkerContext
-from kvtier.worker.cuda_events import Mark
+from kvtier.worker.cuda_events import CudaEvent
 from kvtier.worker.loop import TaskPool, Then, Turn
 from kvtier.worker.own_segments import OwnSegments
 
 if TYPE_CHECKING:
     from kvtier.worker.saving import Saver
 
-OPEN_GRACE_S = 0.25  # a batch that is OPENING so long after its deadline is given up, seconds
-SLOW_SHARE = 0.25  # share of the time-out after which chunks of other files do not wait for a file that may hang
-FULL_PAUSE_S = 0.5  # pause after a save met a full disk or quota; the next one finds out whether there is room, seconds
-# Chunks that may be on their way from READY to ENDED; a batch is half of them at most, so that one is opened or
-# published while another is written. All of them must be written within one time-out.
+OPEN_GRACE_S = 0.25  # time after its deadline at which a batch that is still OPENING is given up, seconds
+SLOW_SHARE = 0.25  # share of the timeout after which chunks of other files do not wait for a file that may hang
+FULL_PAUSE_S = 0.5  # pause after a save met a full disk or quota, seconds; the next save shows whether there is room
+# Limits of the chunks between READY and ENDED. A batch is half of them at most, so that one batch is opened or
+# published while another is written. All of them must be written within one timeout.
 WINDOW_BYTES = 1 << 30
 WINDOW_MIN, WINDOW_MAX = 8, 128
 
 
 class SaveState(Enum):
     """State of a batch; kvtier.worker.saving has the table. Chunks in the states before have no batch yet: GATHERED and
-    COPYING wait for marks, READY ones in a queue."""
+    COPYING wait for events, READY ones in a queue."""
 
     OPENING = auto()
     WRITING = auto()
@@ -57,10 +57,10 @@ class SaveState(Enum):
 class Staged:
     """A chunk that was gathered, and the slot, reserved for it, that its bytes are in by now.
 
-    begun_s: when it was gathered. file: that it is written to. deadline_s: until then it waits for a slot of the host
-    arena. checksums: of its slabs as they were gathered; None: not known, the I/O engine's own are taken. above:
-    staging slot that it was copied down from, while that is still reserved for it; -1: none. is_above: it was not
-    copied down. tags: in a signed namespace. location: of its record, once that is written.
+    begun_s: time of the gather. file: the segment file that it is written to. deadline_s: end of its wait for a slot of
+    the host arena. checksums: of its slabs as they were gathered; None: not known, so the I/O engine computes them.
+    staging_slot: slot from which it was copied into the host arena, while that is still reserved for it; -1: none.
+    is_in_staging: it was not copied yet. tags: signatures. location: of its record, once that is written.
     """
 
     chunk: SaveChunk
@@ -71,8 +71,8 @@ class Staged:
     file: Name
     deadline_s: float = math.inf
     checksums: tuple[int, ...] | None = None
-    above: int = -1
-    is_above: bool = True
+    staging_slot: int = -1
+    is_in_staging: bool = True
     tags: tuple[bytes, ...] = ()
     location: Location | None = None
 
@@ -81,9 +81,9 @@ class Staged:
 class SaveBatch:
     """Chunks of one namespace that are in one state together, from OPENING on; of one file in WRITING and FLUSHING.
 
-    slow_s: time from which its file may hang. opening: file that a thread opens now. is_split: that takes long, and no
-    further file is opened. held: segments that are open for the batch. io: writes or flushes under way. results: of the
-    writes.
+    slow_s: time from which on its file counts as slow. opening: file that a task opens now. is_split: that takes long,
+    so the task opens no further file. held: segments that are open for the batch. io: writes or flushes under way.
+    results: of the writes.
     """
 
     namespace: bytes
@@ -118,7 +118,7 @@ class RecordWriter:
 
     def __init__(self, worker: WorkerContext, pool: TaskPool, saver: Saver) -> None:
         self.work = saver.staged
-        self.marks: list[tuple[Mark, Then, Any]] = []
+        self.events: list[tuple[CudaEvent, Then, Any]] = []
         self.due_s = math.inf
         self.disk = Backoff()
         self.segments = OwnSegments(worker, worker.share.writes or worker.share.reads)
@@ -134,7 +134,7 @@ class RecordWriter:
         self._slots_used: dict[tuple[bytes, int], tuple[int, int]] = {}
 
     def turn(self) -> Turn:
-        """Take every batch as far as it goes now."""
+        """Advance every batch as far as possible without a wait."""
         has_moved = goes_on = False
         now_s = self._worker.clock()
         for batch in list(self._batches):
@@ -208,9 +208,9 @@ class RecordWriter:
         return bool(staged or stuck)
 
     def _split(self, batch: SaveBatch) -> None:
-        """Leave to the batch the chunks of the file that a thread opens for long, and begin the others again."""
-        batch.is_split = True  # the thread looks at it after it has set `opening`
-        opening = batch.opening  # read once: the thread may name the next file at any time
+        """Leave the chunks of a file whose open takes long in the batch, and make the others READY again."""
+        batch.is_split = True  # the task sets `opening`, then reads this
+        opening = batch.opening  # read once: the task may set the next file at any time
         if opening is None:  # the index is slow
             batch.is_split = False
             return
@@ -218,8 +218,8 @@ class RecordWriter:
         batch.staged = [item for item in batch.staged if item.file == opening]
 
     def _open(self, batch: SaveBatch, staged: Sequence[Staged]) -> dict[Staged, Opened]:
-        """Look the chunks up and open their segments, each file once. Runs in the pool, and touches no slot: at its
-        deadline the batch is given up."""
+        """Look the chunks up and open their segments, each file once. Runs in the pool, and touches no slot, because
+        the batch may be given up before it ends."""
         try:
             present = self._worker.index.find([item.chunk.key for item in staged])
         except IndexUnavailable:
@@ -243,11 +243,11 @@ class RecordWriter:
         return results
 
     def _opened(self, batch: SaveBatch, results: Any) -> None:
-        """Write the chunks in a batch for each file: one that hangs holds up no other."""
+        """Write the chunks in one batch for each file, so that a file that hangs delays no other."""
         if batch.state is SaveState.HUNG:
             self._finish(batch)
             return
-        batch.state = SaveState.WRITING  # no task has it any more: see `give_up`
+        batch.state = SaveState.WRITING  # the task has ended: see `give_up`
         writing, ended = dict[Name, SaveBatch](), dict[SaveOutcome | Exception, list[Staged]]()
         for item in batch.staged:
             result = results if isinstance(results, Exception) else results.get(item)
@@ -296,7 +296,7 @@ class RecordWriter:
             self._finish(batch)
 
     def _written(self, batch: SaveBatch, results: list[OpResult]) -> None:
-        """Flush the file where other nodes may read nothing of it before."""
+        """Flush the file on file systems whose other nodes see the bytes only after that."""
         batch.results = results
         if self._worker.files.sharing.flushes and any(result.ok for result in results):
             self._submit(batch, SaveState.FLUSHING, [FlushOp(segment.fd) for segment in batch.held.values()])
@@ -309,7 +309,7 @@ class RecordWriter:
         self._end_writes(batch)
 
     def _end_writes(self, batch: SaveBatch) -> None:
-        """Fail the records that are not stored; the others are to be published."""
+        """Fail the records that were not written, and queue the others for the index."""
         written: list[Staged] = []
         rank, slab_bytes, writes = self._worker.share.rank, self.segments.slab_bytes, self.segments.writes
         for item, result in zip(batch.staged, batch.results, strict=True):
@@ -330,7 +330,7 @@ class RecordWriter:
         self._finish(batch)
 
     def _publish(self) -> None:
-        """Have the index take the records that are stored, those of a namespace together."""
+        """Publish the written records, all of a namespace together."""
         by_namespace: dict[bytes, SaveBatch] = {}
         for stored in self._stored:
             batch = by_namespace.setdefault(stored.namespace, stored)
@@ -342,8 +342,8 @@ class RecordWriter:
             self._pool.add(partial(self._put_in_index, batch.staged), partial(self._published, batch))
 
     def _put_in_index(self, written: Sequence[Staged]) -> set[int]:
-        """Publish the records. Return the ids of the sets whose chunks are visible now, by these or by other records of
-        the same chunks. Sets that were removed or taken over before are left out. Runs in the pool."""
+        """Publish the records. Return the ids of the sets whose chunks are visible now, through these records or other
+        records of the same chunks; not of sets that were removed or taken over before. Runs in the pool."""
         records, set_ids, whole = list[NewRecord](), set[int](), self.segments.whole
         for item in written:
             assert item.location is not None
@@ -375,7 +375,7 @@ class RecordWriter:
             self._pool.add(self.segments.erase_unpublished)
 
     def _expire(self, batch: SaveBatch, now_s: float) -> bool:
-        """Give up a batch that is late. (The index has deadlines of its own.) Return False if it may go on."""
+        """Give up a batch after its deadline. Return False if it may go on: calls of the index have own deadlines."""
         if batch.io is not None:
             self._hangs(f"a write took more than {self._worker.timeout_s:.0f} s")
             self._abandon(batch)
@@ -388,15 +388,16 @@ class RecordWriter:
         return True
 
     def _abandon(self, batch: SaveBatch) -> None:
-        """Fail a batch whose writes are under way. Slots and segments stay taken until the kernel returns them, and no
-        other chunk is written to the file."""
+        """Fail a batch whose writes are under way. Its slots and segments stay in use until the kernel returns the
+        writes, and no other chunk is written to the file."""
         assert batch.io is not None
         batch.state, io, batch.io = SaveState.HUNG, batch.io, None
         self._worker.quarantine.add(io, partial(self._returned, batch))
         self._saver.end(batch.staged, SaveOutcome.FAILED, frees_slots=False)
 
     def _returned(self, batch: SaveBatch) -> None:
-        """Erase and give back what a late batch held. Called on any thread that may wait for storage."""
+        """Erase the records of a late batch, and free its slots and segments. Called on any thread that may wait for
+        storage."""
         try:
             self.segments.note_unpublished(batch.namespace, [item.chunk for item in batch.staged])
             self.segments.erase_unpublished()
@@ -404,7 +405,7 @@ class RecordWriter:
             self._saver.give_back(batch.staged, partial(self._finish, batch))
 
     def _finish(self, batch: SaveBatch) -> None:
-        """Release a batch's segments and forget it. All of its chunks are answered, or in other batches."""
+        """Release a batch's segments and forget it. All its chunks are answered or in other batches."""
         batch.state = SaveState.ENDED
         self._batches.pop(batch, None)
         for segment in batch.held.values():
@@ -418,21 +419,21 @@ class RecordWriter:
     # --- pauses after faults ---
 
     def _outcome_of(self, fault: Exception) -> SaveOutcome:
-        """Note a fault of storage or index: saving pauses unless a single file is at fault. Return the outcome of the
-        chunks that met it."""
+        """Pause saving after a fault of storage or index, unless a single file is at fault. Return the outcome for the
+        chunks of the failed operation."""
         if isinstance(fault, Corrupt):
             self._log.warning(cause_of(fault), "a save failed: %s", fault)
         elif isinstance(fault, TierUnavailable) and fault.is_full:
             self._wait_for_room(str(fault))
             return SaveOutcome.NO_SPACE
-        else:  # also where the index does not answer: what is written now would not be found
+        else:  # also if the index does not answer: no lookup would find records written now
             self._back_off(str(fault))
         return SaveOutcome.FAILED
 
     def _wait_for_room(self, why: str) -> None:
-        """Pause briefly: the keeper evicts, and once there is room the next save works."""
+        """Pause briefly: the scheduler's keeper evicts sets, and the next save after that finds room."""
         self.disk.pause(self._worker.clock(), FULL_PAUSE_S)
-        self._log.warning("full", "no room to save; tried again after %.1f s: %s", FULL_PAUSE_S, why)
+        self._log.warning("full", "no room to save; saving pauses for %.1f s: %s", FULL_PAUSE_S, why)
 
     def _hangs(self, why: str) -> None:
         """Log that writes to a file hang. Pause saving if no write to another file has succeeded within the timeout."""
@@ -448,7 +449,7 @@ class RecordWriter:
     # --- the end ---
 
     def give_up(self) -> None:
-        """End all chunks that are not answered. Tasks in the pool still return their results."""
+        """Fail all chunks that are not answered. Tasks in the pool still return their results."""
         self.ready.clear()
         self._stored.clear()
         for batch in list(self._batches):
@@ -464,7 +465,7 @@ class RecordWriter:
         self._saver.end(list(self.work), SaveOutcome.FAILED)
 
     def trim(self) -> None:
-        """Give back the space of our segments' slots that will stay empty, after the last save."""
+        """Truncate this rank's segments behind their last record, after the last save."""
         self.segments.erase_unpublished()
         slots_used, self._slots_used = self._slots_used, {}  # an earlier call that hung may still run beside this one
         for (namespace, set_id), (used, slots) in slots_used.items():

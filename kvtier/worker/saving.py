@@ -1,7 +1,7 @@
-"""Saves of a worker, as parts of its transfer loop: chunks on their way from the engine's blocks to storage and index.
+"""Saver: the saves of a worker, as parts of its transfer loop, from the engine's blocks to storage and index.
 
-The engine's thread takes slots and launches the gather, after the forward that computed the blocks and before anything
-can overwrite them. From then on the chunks are the loop's, in one of these states:
+The engine's thread reserves slots and launches the gather, after the forward that computed the blocks and before any
+launch that can overwrite them. From then on the loop owns the chunks. Each is in one of these states:
 
     state       ends when                                                     next state
     GATHERED    the gather is done; chunks that the codec refused are ENDED   COPYING, without a host arena READY
@@ -13,12 +13,11 @@ can overwrite them. From then on the chunks are the loop's, in one of these stat
     PUBLISHING  the index has its record (pool): last, when all is stored (I1) ENDED
     ENDED       the chunk is answered, and its slots are given back
 
-Any state ends with a fault, too: its chunks are ENDED at once. But a batch that is OPENING, WRITING or FLUSHING at its
-deadline is HUNG until its thread comes back or the kernel returns its writes, whose slots and segments stay in
-quarantine and whose records are erased then. Chunks of a file that is slow wait, and fail while it is HUNG; those of
-other files go on. Chunks of all requests move together, in batches; WRITING and FLUSHING ones are of one file. From
-READY to PUBLISHING they are with kvtier.worker.record_writer.
-"""
+A fault in any state makes its chunks ENDED at once. But a batch that is OPENING, WRITING or FLUSHING at its deadline is
+HUNG until its task returns or the kernel returns its writes. Until then its slots and segments stay in quarantine; then
+its records are erased. Chunks of a slow file wait, and fail while the file is HUNG; chunks of other files go on.
+Batches contain chunks of all requests; in WRITING and FLUSHING all chunks of a batch are in one file. The states READY
+to PUBLISHING are those of kvtier.worker.record_writer."""
 
 import math
 from collections import deque
@@ -36,16 +35,16 @@ from kvtier.runtime import metrics as names
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.runtime.threads import ThreadJobs
 from kvtier.worker.context import ChunkArena, WorkerContext
-from kvtier.worker.cuda_events import Mark
+from kvtier.worker.cuda_events import CudaEvent
 from kvtier.worker.loop import Then, TransferLoop, Turn
 from kvtier.worker.own_segments import OwnSegments
 from kvtier.worker.read_plan import Cut, Source
 from kvtier.worker.record_writer import RecordWriter, Staged
 
-COPIED_TOGETHER = 16  # chunks that are copied into the host arena behind one mark
+COPIED_TOGETHER = 16  # chunks that are copied into the host arena behind one event
 
-# QUEUE_FULL and RESTING are not counted here: the scheduler's half plans those chunks again, and counts the ones that
-# are dropped in the end.
+# QUEUE_FULL and RESTING are not counted here: the scheduler's half plans those chunks again, and counts those that it
+# drops in the end.
 _SKIPS = {
     SaveOutcome.PRESENT: names.SKIPPED_PRESENT,
     SaveOutcome.NO_SPACE: names.SKIPPED_NO_SPACE,
@@ -55,18 +54,19 @@ _SKIPS = {
 
 
 class SaveBounds(NamedTuple):
-    """Chunks that saves may hold in the arena that they are gathered into. gathered_max: until they are copied down, or
-    written from it; held_max: beside those, copied down already, until they may stay there as a cache."""
+    """Limits of the chunks that saves may hold in the arena into which they are gathered. gathered_max: chunks that are
+    not copied into the host arena yet or, without one, not written yet. held_max: further chunks that were copied, and
+    stay until their records are written and the arena may cache them."""
 
     gathered_max: int
     held_max: int = 0
 
 
 class Gathered(NamedTuple):
-    """Chunks whose gather is launched. mark: when it is done. encoded: verdicts of the codec then."""
+    """Chunks whose gather is launched. event: behind the gather. encoded: the codec's verdicts, once it is done."""
 
     staged: list[Staged]
-    mark: Mark
+    event: CudaEvent
     encoded: Encoded | None
 
 
@@ -79,11 +79,11 @@ def _own_cut(worker: WorkerContext, segments: OwnSegments) -> Cut:
 
 
 class Saver:
-    """Part of the loop (kvtier.worker.loop.LoopPart): the copies down into the host arena. `save` and `take_done` are
+    """Part of the loop (kvtier.worker.loop.LoopPart): copies of saves into the host arena. `save` and `take_done` are
     called on the engine's thread, all else on the loop's, unless a method says otherwise.
 
-    A rank that writes nothing, because it holds a copy of another's heads, answers nothing. A forward never waits (I4):
-    saves are bounded.
+    A rank whose heads are copies of another rank's writes nothing and answers nothing. A forward never waits for saves,
+    because their number is bounded (I4).
 
     Args:
         pool: runs tasks that may wait for storage or the index.
@@ -95,8 +95,8 @@ class Saver:
         self, worker: WorkerContext, loop: TransferLoop, pool: ThreadJobs, bounds: SaveBounds, admit: Admissions
     ) -> None:
         share = worker.share
-        self.work: deque[Staged] = deque()  # to be copied down
-        self.marks: list[tuple[Mark, Then, Any]] = []
+        self.work: deque[Staged] = deque()  # to be copied into the host arena
+        self.events: list[tuple[CudaEvent, Then, Any]] = []
         self.staged: dict[Staged, None] = {}  # not answered yet
         self._worker = worker
         self._loop = loop
@@ -108,7 +108,7 @@ class Saver:
         self._cut = _own_cut(worker, self.writer.segments)
         self._log = RepeatedLog(worker.clock)
         self._done: deque[SaveDone] = deque()
-        self._n_taken, self._n_left = 0, 0  # chunks ever gathered into the arena, by the engine's thread; that left it
+        self._n_taken, self._n_left = 0, 0  # chunks ever gathered into the arena (engine's thread), and ever moved out
         self._n_held = 0
         loop.parts += [self, self.writer]
 
@@ -116,7 +116,7 @@ class Saver:
 
     @property
     def n_gathered(self) -> int:
-        """Return how many chunks are in the arena that they were gathered into, and are not held there."""
+        """Return how many chunks still hold the slot that they were gathered into, without those in `_n_held`."""
         return self._n_taken - self._n_left
 
     def save(self, plan: SavePlan) -> None:
@@ -147,8 +147,8 @@ class Saver:
         return done
 
     def _stage(self, plan: SavePlan) -> tuple[list[Staged], SaveOutcome]:
-        """Take a slot for each chunk up to the first that gets none, for a chunk behind a hole is of no use. Return the
-        outcome of the others, too."""
+        """Reserve a slot for each chunk, up to the first that gets none: a chunk behind a hole is of no use. Return the
+        staged chunks, and the outcome of the others."""
         now_s, arena, rank = self._worker.clock(), self._worker.arena, self._worker.share.rank
         if self.writer.disk.is_resting(now_s):
             return [], SaveOutcome.RESTING
@@ -161,8 +161,8 @@ class Saver:
         return staged, SaveOutcome.QUEUE_FULL
 
     def _gather(self, staged: list[Staged]) -> Gathered:
-        """Launch one gather for all of them, after one launch that zeroes the slabs' padding where they have any: files
-        are to hold nothing of the chunks that were in the slots before."""
+        """Launch one gather for all chunks, behind one launch that zeroes the slabs' padding: files must not contain
+        bytes of the chunks that were in the slots before."""
         worker, cut = self._worker, self._cut
         chunk_blocks = worker.geometry.chunk_tokens // worker.pages.block_tokens
         slots, moves = list[int](), list[Move]()
@@ -175,13 +175,13 @@ class Saver:
             slots.append(item.slot)
         worker.arena.blank(slots, cut.wanted.n_heads, cut.slab_bytes, self.writer.segments.filled_bytes)
         encoded = worker.codec.encode(worker.pages, moves)
-        return Gathered(staged, worker.order.mark(), encoded)
+        return Gathered(staged, worker.order.record(), encoded)
 
     def _take_back(self, staged: Sequence[Staged], outcome: SaveOutcome) -> None:
-        """Answer chunks that the loop does not take. If the wait fails, the gather may still write into the slots, and
-        they are lost."""
+        """Answer chunks that the loop does not take. If the wait fails, their slots are lost, because the gather may
+        still write into them."""
         try:
-            self._worker.order.wait(self._worker.order.mark())
+            self._worker.order.wait(self._worker.order.record())
             self._worker.arena.discard(*[item.slot for item in staged])
             self._n_taken -= len(staged)
         finally:
@@ -198,13 +198,13 @@ class Saver:
     # --- the loop's thread ---
 
     def turn(self) -> Turn:
-        """Begin copies. The loop polls while chunks wait for a slot of the host arena, because others may free one."""
+        """Begin copies. While chunks wait for a slot of the host arena, the loop polls: loads may free one."""
         has_moved = self._copy_down()
         return Turn(has_moved, has_moved and bool(self.work), is_polled=bool(self.work))
 
     def _take(self, gathered: Gathered) -> None:
         self.staged.update(dict.fromkeys(gathered.staged))
-        self._loop.when_done(self, gathered.mark, self._gathered, gathered)
+        self._loop.when_done(self, gathered.event, self._gathered, gathered)
 
     def _gathered(self, gathered: Gathered) -> None:
         staged = gathered.staged
@@ -224,8 +224,8 @@ class Saver:
         self.work.extend(staged)
 
     def _note_refused(self, count: int) -> None:
-        """Log that chunks are refused: a tier that stores nothing must not look like one that was not asked. All are
-        refused where KV is near nothing, as that of vLLM's dummy weights can be."""
+        """Log that the codec refuses chunks, or a user would not learn why nothing is stored. With vLLM's dummy weights
+        it can refuse all of them, because their KV is near 0."""
         if count:
             so_far = count + int(self._worker.metrics.total().get(names.SKIPPED_REFUSED, 0))
             self._log.warning(
@@ -237,16 +237,16 @@ class Saver:
             )
 
     def _copy_down(self) -> bool:
-        """Begin to copy chunks into the host arena, as many as it has slots for, so that the next step finds staging
-        slots free, however slow the storage is. Their checksums are taken where they were gathered, if the codec did
-        not: what the way down changes is found before anything is published."""
+        """Begin to copy chunks into the host arena, as many as it has slots for: then the next step finds free staging
+        slots even if storage is slow. Compute the checksums that the codec did not compute in the staging slots, so
+        that a fault of the copy is found before the record is published."""
         worker, host, moved = self._worker, self._worker.host, list[Staged]()
         while host is not None and self.work and len(moved) < COPIED_TOGETHER:
             slot = host.reserve()
             if slot is None:
                 break
             item = self.work.popleft()
-            item.above, item.arena, item.slot = item.slot, host, slot
+            item.staging_slot, item.arena, item.slot = item.slot, host, slot
             moved.append(item)
         if host is None or not moved:
             late = [item for item in self.work if item.deadline_s <= worker.clock()]
@@ -257,23 +257,23 @@ class Saver:
         unsummed = [item for item in moved if item.checksums is None]
         if unsummed:
             with worker.order.launching():
-                sums = worker.sums([self._slab_run(item, worker.arena, item.above) for item in unsummed])
+                sums = worker.sums([self._slab_run(item, worker.arena, item.staging_slot) for item in unsummed])
             for item, checksums in zip(unsummed, sums, strict=True):
                 item.checksums = checksums
         n_bytes = self._cut.n_bytes
-        pairs = [(host.record(item.slot, n_bytes), worker.arena.record(item.above, n_bytes)) for item in moved]
+        pairs = [(host.record(item.slot, n_bytes), worker.arena.record(item.staging_slot, n_bytes)) for item in moved]
         self._loop.when_done(self, worker.order.begin_copies_down(pairs), self._copied, moved)
         return True
 
     def _copied(self, moved: Sequence[Staged]) -> None:
         """Free the staging slots, except up to `held_max`: those chunks stay in the hbm arena until their records are
-        written, and may be cached there. None of them counts as gathered, so the next step finds as many free slots."""
+        written, and may then be cached there. Held chunks do not count as gathered, so they take no slot from saves."""
         n_held = min(len(moved), self.bounds.held_max - self._n_held)
-        self._worker.arena.discard(*[item.above for item in moved[n_held:]])
+        self._worker.arena.discard(*[item.staging_slot for item in moved[n_held:]])
         for item in moved[n_held:]:
-            item.above = -1
+            item.staging_slot = -1
         for item in moved:
-            item.is_above = False
+            item.is_in_staging = False
         self._n_held += n_held
         self._n_left += len(moved)
         self._sign(moved)
@@ -285,7 +285,7 @@ class Saver:
             self._pool.add(partial(self._tags, staged), partial(self._signed, staged))
 
     def _tags(self, staged: Sequence[Staged]) -> list[tuple[bytes, ...]]:
-        """Return the tags of chunks in host memory. Runs in the pool: each byte is hashed."""
+        """Return the signatures of chunks in host memory. Runs in the pool, because it hashes each byte."""
         signer, writes = self._worker.io.signer, self._cut.wanted
         assert signer is not None
         return [
@@ -305,24 +305,24 @@ class Saver:
             self.end(waiting, SaveOutcome.FAILED)
 
     def end(self, staged: Sequence[Staged], outcome: SaveOutcome, *, frees_slots: bool = True) -> bool:
-        """Answer chunks. Cache saved ones in their slots, or give the slots back. Return False if there are none."""
+        """Answer chunks. Cache saved ones in their slots, or free the slots. Return False if there are no chunks."""
         if not staged:
             return False
         arena, is_saved = self._worker.arena, outcome is SaveOutcome.SAVED
-        above, written = list[tuple[Staged, int]](), list[tuple[Staged, int]]()
+        staged_slots, written = list[tuple[Staged, int]](), list[tuple[Staged, int]]()
         answered = list[tuple[SaveChunk, float]]()
         for item in staged:
             del self.staged[item]
             answered.append((item.chunk, item.begun_s))
             written.append((item, item.slot))
-            self._n_left += item.is_above and frees_slots
-            if item.above >= 0:
-                above.append((item, item.above))
-                self._n_held -= not item.is_above
-        if above and is_saved:
-            self._commit(arena, above)
-        elif above:
-            arena.discard(*[slot for _, slot in above])
+            self._n_left += item.is_in_staging and frees_slots
+            if item.staging_slot >= 0:
+                staged_slots.append((item, item.staging_slot))
+                self._n_held -= not item.is_in_staging
+        if staged_slots and is_saved:
+            self._commit(arena, staged_slots)
+        elif staged_slots:
+            arena.discard(*[slot for _, slot in staged_slots])
         if is_saved and self._keeps_written:
             self._commit(self.writer.arena, written)
         elif frees_slots:
@@ -345,10 +345,10 @@ class Saver:
         return SlabRun(slabs, item.chunk.key, writes.first_head, writes.first_layer)
 
     def give_back(self, staged: Sequence[Staged], then: Callable[[], None]) -> None:
-        """Give back the slots that chunks kept when they were answered, and run `then` on the loop's thread. Called on
-        any thread."""
+        """Free the slots that chunks kept when they were answered, and run `then` on the loop's thread. May be called
+        on any thread."""
         _discard(staged)
-        n_left = sum(item.is_above for item in staged)
+        n_left = sum(item.is_in_staging for item in staged)
         if not self._loop.post(partial(self._left, then), n_left):  # it has ended
             self._left(then, n_left)
 

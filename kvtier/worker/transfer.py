@@ -1,6 +1,6 @@
-"""Transfer: moves engine blocks -> arena -> file, and back. One a worker; decides nothing.
+"""Transfer: moves KV between the engine's blocks, the arenas and segment files, as plans say. One for each worker.
 
-`save` gathers at once on the caller's thread; all else is done by the worker's loop, and `poll` returns the answers.
+`save` gathers on the caller's thread before it returns. The worker's loop does the rest, and `poll` returns answers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvtier.worker.loads import Loader
 from kvtier.worker.loop import STUCK_S, TransferLoop
 from kvtier.worker.saving import SaveBounds, Saver
 
-TIDY_INTERVAL_S = 2.0  # interval at which segments of removed sets are looked for and closed, seconds
-CLOSE_TIMEOUT_S = 1.0
-HUNG_IO_S = 5.0  # a file of which no read or write ends for so long hangs, seconds; at most a quarter of the timeout
+TIDY_INTERVAL_S = 2.0  # interval at which segments of removed sets are closed, seconds
+CLOSE_TIMEOUT_S = 1.0  # limit of each wait of `close`, seconds
+HUNG_IO_S = 5.0  # time without an end of I/O after which a file counts as hung, seconds; at most timeout / 4
 
 log = logging.getLogger("kvtier")
 
@@ -39,8 +39,8 @@ class Progress(NamedTuple):
 
 
 class TransferJobs(NamedTuple):
-    """Threads of a worker. loop: one, of all loads and saves; load, save: of their work that waits for storage or the
-    index; tidy: one, of `Transfer.tidy` and of closing unused segments, which may wait for storage too."""
+    """Threads of a worker. loop: the one thread of the transfer loop. load, save: for tasks of loads and saves that may
+    wait for storage or index. tidy: the one thread of `Transfer.tidy`, which also closes unused segments."""
 
     loop: ThreadJobs
     load: ThreadJobs
@@ -49,7 +49,7 @@ class TransferJobs(NamedTuple):
 
 
 class Transfer:
-    """Called from the worker's thread.
+    """Mover of one worker's KV. Called from the worker's thread.
 
     Args:
         bounds: limits of the chunks that saves may hold in the arena at a time; the rest is for loads.
@@ -109,16 +109,16 @@ class Transfer:
         self._loader.load(plan)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Drop these chunks from the arenas. A load that is under way may still put one back: this is for keys under
-        which the same bytes come again, or none."""
+        """Drop these chunks from the arenas. A load under way may put one back, so no key may get other bytes later."""
         arenas = [arena for arena in (self._worker.arena, self._worker.host) if arena is not None]
         for key in keys:
             for arena in arenas:
                 arena.drop(key)
 
     def step_begins(self, *, computes: bool, decodes: bool) -> None:
-        """Note that the engine begins a step. computes: it launches a forward before the next `poll`, and until then
-        loads and saves leave the interpreter lock to it while enough I/O is queued. decodes: requests decode in it."""
+        """Note that the engine begins a step. computes: the engine launches a forward before the next `poll`; until
+        then the loop leaves the interpreter lock to it while enough I/O is queued. decodes: requests decode in the
+        step."""
         self._loop.step_begins(computes=computes, decodes=decodes)
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
@@ -138,19 +138,19 @@ class Transfer:
             self._tickers.append(Ticker("recheck", RECHECK_INTERVAL_S, self._loader.rechecks.run))
 
     def tidy(self) -> None:
-        """Take back slots of I/O that hung and has returned; close segments whose sets were removed. Waits for the
-        storage and the index."""
+        """Free the slots of late I/O that has returned; close segments whose sets were removed. Waits for storage and
+        index."""
         self._worker.quarantine.sweep()
         self._worker.close_removed()
         self._worker.io.close_unused()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for what is queued. Return False when `timeout_s` was not enough."""
+        """Wait for queued work. Return False after `timeout_s`."""
         return self._loop.drain(timeout_s)
 
     def close(self) -> None:
-        """End the background work: loads under way fail, and queued work is dropped. No byte reaches the pages after
-        this returns, unless it logs that copies still run. Call `drain` first."""
+        """Fail the loads under way, drop queued work and stop the threads. No byte reaches the pages after this
+        returns, unless it logs that copies still run. Call `drain` first."""
         if not self._loader.stop(CLOSE_TIMEOUT_S):
             log.warning("copies into the KV cache still run after %g s: do not free its memory", CLOSE_TIMEOUT_S)
         for ticker in self._tickers:
@@ -158,7 +158,7 @@ class Transfer:
         for jobs in self._jobs:
             jobs.close()
         self._jobs.tidy.drain(CLOSE_TIMEOUT_S)
-        has_tidied = run_within("trim", CLOSE_TIMEOUT_S, self._leave_files)
+        has_tidied = run_within("trim", CLOSE_TIMEOUT_S, self._trim_files)
         has_ended = self._worker.io.close() and not len(self._worker.quarantine)
         if has_ended and has_tidied and not any(jobs.pending() for jobs in self._jobs):
             if self._pinner is not None:
@@ -174,21 +174,21 @@ class Transfer:
         self._worker.index.close()
 
     def _submit_tidying(self, job: Job) -> bool:
-        """Queue the job if the thread has nothing to do: the one place of its queue is for `tidy`."""
+        """Queue the job if the thread is idle, because the one place in its queue is for `tidy`."""
         return not self._jobs.tidy.pending() and self._jobs.tidy.submit(job)
 
     def _tick(self) -> None:
-        """Make no call that may hang."""
+        """Check deadlines, replace threads that hang and queue `tidy`. Makes no call that may hang."""
         quarter_s = self._worker.timeout_s / 4
-        self._loop.look()
+        self._loop.check_deadlines()
         self._worker.io.widen(min(HUNG_IO_S, quarter_s))
         self._jobs.tidy.submit(self.tidy)
-        # A file may hang when it is asked for its name, or closed: another thread then goes on with the others.
+        # fstat or close of a file may hang in `tidy`; another thread then goes on with the other files.
         self._jobs.tidy.widen(min(STUCK_S, quarter_s))
 
-    def _leave_files(self) -> None:
-        """Give back what our segments do not need, and slots of I/O that has returned. Waits for the storage."""
-        # `drain` returns once the work of the last task is done; its thread ends it afterwards.
+    def _trim_files(self) -> None:
+        """Truncate this rank's segments, and free the slots of late I/O that has returned. Waits for storage."""
+        # The loop's `drain` returns before the thread of the last task is idle.
         if all(jobs.drain(CLOSE_TIMEOUT_S / 4) for jobs in (self._jobs.loop, self._jobs.load, self._jobs.save)):
             self._saver.writer.trim()
         self._worker.quarantine.sweep()

@@ -14,7 +14,7 @@ from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from kvtier.runtime.units import exact
 from kvtier.worker.arenas import ARENA_SLOTS_MIN, HBM_SPARE_BYTES, hbm_slots
-from tests.support.lazy import LazyEngine, Left, Mark, Stream
+from tests.support.lazy import FakeEvent, LazyEngine, Left, Stream
 from tests.support.rig import is_equal
 from tests.support.walks import (
     TARGET,
@@ -89,7 +89,7 @@ def test_a_slot_is_not_given_away_while_it_is_copied_down(tmp_path: Path, engine
     load(reader)
     staging = reader.staging
 
-    def overwrite_others_then_copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+    def overwrite_others_then_copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> FakeEvent:
         def work() -> None:
             taken = list(iter(staging.reserve, None))
             for slot in taken:
@@ -98,7 +98,7 @@ def test_a_slot_is_not_given_away_while_it_is_copied_down(tmp_path: Path, engine
             for target, source in pairs:
                 target.copy_(source)
 
-        return Mark(Stream([work]), 1)
+        return FakeEvent(Stream([work]), 1)
 
     reader.order.begin_copies = overwrite_others_then_copy  # type: ignore[method-assign]
     load(reader)
@@ -138,11 +138,11 @@ def test_a_slot_is_not_given_away_while_its_scatter_is_to_come(tmp_path: Path, e
     taken = [engine.staging.reserve() for _ in range(8)]  # two are free, five hold the prompt
     begin, others = engine.order.begin, iter([OTHERS])
 
-    def begin_then_save(work: Callable[[], None], *after: Mark) -> Mark:
-        mark = begin(work, *after)
+    def begin_then_save(work: Callable[[], None], *after: FakeEvent) -> FakeEvent:
+        event = begin(work, *after)
         for tokens in others:
             begin_save(engine, tokens)
-        return mark
+        return event
 
     engine.order.begin = begin_then_save  # type: ignore[method-assign]
     outcomes: list[SaveOutcome] = []

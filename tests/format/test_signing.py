@@ -31,7 +31,7 @@ from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from kvtier.runtime.exit_status import FOUND_BAD, OK
 from kvtier.storage.root import find_root
-from kvtier.worker.cuda_events import Mark
+from kvtier.worker.cuda_events import CudaEvent
 from tests.support import walks
 from tests.support.ends import engines_end as engines_end  # a fixture
 from tests.support.lazy import LazyEngine
@@ -127,7 +127,7 @@ def test_what_goes_bad_on_the_way_up_is_read_again(
     copy, copies = late.order.begin_copies, []
     zeros = torch.zeros(late.host.slot_bytes, dtype=torch.uint8)
 
-    def bad_once(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+    def bad_once(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> CudaEvent:
         copies.extend(pairs)
         ((target, source),) = pairs
         return copy([(target, zeros[: source.numel()] if len(copies) == 1 else source)])

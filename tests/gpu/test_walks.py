@@ -10,7 +10,7 @@ import torch
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from kvtier.scheduler.store import WantedChunk
-from kvtier.worker.cuda_events import CudaOrder, Mark
+from kvtier.worker.cuda_events import CudaEvent, CudaOrder
 from tests.damage import flip_slab
 from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, fill, geometry
 
@@ -188,12 +188,12 @@ def test_a_flipped_byte_is_a_miss(tmp_path: Path, engines: list[Engine]) -> None
 
 
 class WithoutGather(CudaOrder):
-    def is_done(self, mark: Mark) -> bool:
+    def is_done(self, event: CudaEvent) -> bool:
         return True
 
 
 class WithoutEngine(CudaOrder):
-    def begin(self, work: Callable[[], None], *after: Mark) -> Mark:
+    def begin(self, work: Callable[[], None], *after: CudaEvent) -> CudaEvent:
         return super().begin(work)
 
 

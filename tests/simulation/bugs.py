@@ -26,7 +26,7 @@ from kvtier.scheduler.segment_allocator import SetSupply
 from kvtier.scheduler.store import Store
 from kvtier.storage.open_segments import OpenSegment, OpenSegments
 from kvtier.worker.context import Quarantine
-from kvtier.worker.loading import ChunkLoader, Fetch, Part, State
+from kvtier.worker.loading import ChunkLoader, Fetch, State, Waiter
 from kvtier.worker.loads import Loader
 from kvtier.worker.loop import TransferLoop
 from kvtier.worker.own_segments import OwnSegments
@@ -244,7 +244,7 @@ def blocks_that_the_engine_had_are_written(original: Any, chunks: ChunkLoader, c
     return 0
 
 
-@planted(TransferLoop, "look", "hung_calls", first_seed=7)
+@planted(TransferLoop, "check_deadlines", "hung_calls", first_seed=7)
 def nobody_wakes_the_loop_for_a_load_that_hangs(original: Any, loop: TransferLoop) -> None:
     return None
 
@@ -269,10 +269,10 @@ def a_slot_is_never_freed(original: Any, chunks: ChunkLoader, fetches: Sequence[
 
 
 @planted(ChunkLoader, "_move", "calm")
-def two_chunks_are_swapped(original: Any, chunks: ChunkLoader, fetch: Fetch, source: Source, part: Part) -> Any:
-    other = part.number ^ 1
-    n_chunks = len(part.load.plan.chunks)
-    return original(chunks, fetch, source, part._replace(number=other) if other < n_chunks else part)
+def two_chunks_are_swapped(original: Any, chunks: ChunkLoader, fetch: Fetch, source: Source, waiter: Waiter) -> Any:
+    other = waiter.number ^ 1
+    n_chunks = len(waiter.load.plan.chunks)
+    return original(chunks, fetch, source, waiter._replace(number=other) if other < n_chunks else waiter)
 
 
 @planted(Loader, "_landed", "slow_disk")
@@ -293,7 +293,7 @@ def a_record_goes_into_the_file_of_another_stripe(
 
 
 @planted(Loader, "_join", "calm")
-def who_joins_anothers_read_is_forgotten(original: Any, loader: Loader, fetch: Fetch, part: Part) -> None:
+def who_joins_anothers_read_is_forgotten(original: Any, loader: Loader, fetch: Fetch, waiter: Waiter) -> None:
     return None
 
 

@@ -314,9 +314,9 @@ class Checks:
             yield "chunks were believed to be on their way"
         for transfer, worker in zip(serving.engine.transfers, serving.engine.workers, strict=True):
             loader, saver = transfer._loader, transfer._saver
-            if loader._unanswered or loader.work or loader._fetches or loader.marks:
+            if loader._unanswered or loader.work or loader._fetches or loader.events:
                 yield "a load or a chunk of it was left"
-            if saver.n_gathered or saver._n_held or saver.staged or saver.marks or saver.writer._batches:
+            if saver.n_gathered or saver._n_held or saver.staged or saver.events or saver.writer._batches:
                 yield "a chunk of a save was left"
             tidy, since_s = transfer._jobs.tidy, serving.engine.place.runtime.now_s - TIDY_INTERVAL_S
             is_tidying = any(began_s > since_s for began_s in tidy._running.values())  # as it does at any time

@@ -74,7 +74,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Mark:
+class FakeEvent:
     stream: Stream
     position: int
 
@@ -106,20 +106,20 @@ class LazyOrder:
         with self._lock:
             getattr(self._own, "stream", self.engine).work.append(work)
 
-    def mark(self) -> Mark:
-        return Mark(self.engine, len(self.engine.work))
+    def record(self) -> FakeEvent:
+        return FakeEvent(self.engine, len(self.engine.work))
 
-    def wait(self, mark: Mark) -> None:
-        if self._is_left_out(mark):
+    def wait(self, event: FakeEvent) -> None:
+        if self._is_left_out(event):
             return
         with self._lock:
-            mark.stream.run_to(mark.position)
+            event.stream.run_to(event.position)
 
-    def is_done(self, mark: Mark) -> bool:
-        return mark.stream.n_done >= mark.position or self._is_left_out(mark)
+    def is_done(self, event: FakeEvent) -> bool:
+        return event.stream.n_done >= event.position or self._is_left_out(event)
 
-    def _is_left_out(self, mark: Mark) -> bool:
-        stream = mark.stream
+    def _is_left_out(self, event: FakeEvent) -> bool:
+        stream = event.stream
         if stream is self.engine and self._out.gathered:
             return True
         return (stream.is_scatter and self._out.scattered) or (stream.is_copy and self._out.copied)
@@ -134,39 +134,39 @@ class LazyOrder:
             with self._lock:
                 stream.run_to(len(stream.work))
 
-    def begin(self, work: Work, *after: Mark) -> Mark:
+    def begin(self, work: Work, *after: FakeEvent) -> FakeEvent:
         stream = self._own.stream = self._behind(after)
         try:
             work()
         finally:
             del self._own.stream
         stream.is_scatter = True
-        return Mark(stream, len(stream.work))
+        return FakeEvent(stream, len(stream.work))
 
-    def _behind(self, marks: Sequence[Mark]) -> Stream:
+    def _behind(self, events: Sequence[FakeEvent]) -> Stream:
         stream = Stream()
-        for mark in marks:
-            ignored = self._out.behind_engine if mark.stream is self.engine else self._out.copied
+        for event in events:
+            ignored = self._out.behind_engine if event.stream is self.engine else self._out.copied
             if not ignored:
-                stream.work.append(lambda mark=mark: mark.stream.run_to(mark.position))  # type: ignore[misc]
+                stream.work.append(lambda event=event: event.stream.run_to(event.position))  # type: ignore[misc]
         return stream
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.launch(lambda: target.copy_(source))
 
-    def begin_copies(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
-        mark = self.begin_copies_down(pairs)
-        mark.stream.is_copy = True
-        return mark
+    def begin_copies(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> FakeEvent:
+        event = self.begin_copies_down(pairs)
+        event.stream.is_copy = True
+        return event
 
-    def begin_copies_down(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+    def begin_copies_down(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> FakeEvent:
         stream = self._own.stream = Stream()
         try:
             for target, source in pairs:
                 self.copy(target, source)
         finally:
             del self._own.stream
-        return Mark(stream, len(stream.work))
+        return FakeEvent(stream, len(stream.work))
 
     def sums(self, runs: Sequence[SlabRun]) -> list[tuple[int, ...]]:
         stream: Stream = self._own.stream
@@ -270,14 +270,14 @@ class LazyEngine(Engine):
         self.transfers = [self._make_transfer()]
 
     def _make_transfer(self) -> Transfer:
-        """Make a transfer whose loop does not pause while it polls for a mark: it runs the mark's stream itself."""
+        """Make a transfer whose loop does not pause while it polls for an event: it runs the event's stream itself."""
         transfer = Transfer(self.worker, self.jobs, self._admissions, self._bounds)
         loop, pause = transfer._loop, transfer._loop._pause
 
         def run_or_pause(io: Reads | None) -> None:
-            marks = [mark for part in loop.parts for mark, _, _ in part.marks]
-            if io is None and marks:
-                self.order.wait(marks[0])
+            events = [event for part in loop.parts for event, _, _ in part.events]
+            if io is None and events:
+                self.order.wait(events[0])
             else:
                 pause(io)
 

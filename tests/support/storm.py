@@ -258,7 +258,7 @@ class Storm:
             worker, loader = transfer._worker, transfer._loader
             if not transfer.drain(0.0) or loader.work:
                 yield "jobs are under way"
-            if loader._fetches or loader.marks:
+            if loader._fetches or loader.events:
                 yield "a chunk was left"
             for arena in {id(a): a for a in (worker.arena, worker.host) if a is not None}.values():
                 arena.check()

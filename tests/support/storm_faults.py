@@ -20,7 +20,7 @@ from kvtier.io.base import Reader, Reads
 from kvtier.io.ring import OpResult, ReadOp
 from kvtier.storage.segments import SegmentFiles
 from kvtier.worker.context import ChunkArena, WorkerContext
-from kvtier.worker.cuda_events import Mark
+from kvtier.worker.cuda_events import CudaEvent
 from tests.damage import SegmentDamage, header_of, write
 
 
@@ -139,11 +139,11 @@ def watch_copies(worker: WorkerContext, reader: StormyReader) -> None:
     """Copies from the host arena land in the same slots as reads."""
     order, begin_copies = worker.order, worker.order.begin_copies
 
-    def watched(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
-        mark = begin_copies(pairs)
+    def watched(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> CudaEvent:
+        event = begin_copies(pairs)
         for target, _ in pairs:
-            reader.note_copy(target.data_ptr(), partial(order.is_done, mark))
-        return mark
+            reader.note_copy(target.data_ptr(), partial(order.is_done, event))
+        return event
 
     order.begin_copies = watched  # type: ignore[method-assign]
 

@@ -90,7 +90,7 @@ class Side:
     def run(self) -> None:
         """What the engine has launched is done."""
         if isinstance(self.engine, LazyEngine):
-            self.engine.order.wait(self.engine.order.mark())
+            self.engine.order.wait(self.engine.order.record())
 
     def holds(self, rank: int, blocks: range, values: Sequence[torch.Tensor | float]) -> bool:
         found = [plane[blocks.start : blocks.stop] for plane in self.planes(rank)]

@@ -12,7 +12,7 @@ from kvtier.kernels.paged import SlabRun
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from kvtier.worker.cuda_events import CudaOrder, HostOrder
-from tests.support.lazy import LazyEngine, Left, Mark, Stream
+from tests.support.lazy import FakeEvent, LazyEngine, Left, Stream
 from tests.support.rig import is_equal
 from tests.support.walks import (
     BLOCKS,
@@ -158,7 +158,7 @@ def test_a_late_load_is_not_answered_while_its_chunks_still_move(tmp_path: Path,
     while not any(load.n_scattered for load in transfer._loader.work):
         loop.turn().has_moved or loop._pause(None)
     object.__setattr__(worker, "clock", lambda: now_s + worker.timeout_s + 1)
-    object.__setattr__(engine.order, "is_done", lambda mark: False)
+    object.__setattr__(engine.order, "is_done", lambda event: False)
     for _ in range(3):
         loop.turn()
     assert engine.transfers[0].poll().loads == []
@@ -187,11 +187,11 @@ def test_events_of_saves_hide_no_wait_between_loads(tmp_path: Path, engines: lis
     taken = []
     while (slot := engine.staging.reserve()) is not None:
         taken.append(slot)
-    saver.marks.append((Mark(Stream(), 1), lambda value: None, None))
+    saver.events.append((FakeEvent(Stream(), 1), lambda value: None, None))
     for _ in range(5):
         loop.turn()
     assert first in loader._fetches and len(loader._fetches) == 4
-    saver.marks.clear()
+    saver.events.clear()
     engine.run_all()
     (done,) = engine.transfers[0].poll().loads
     assert done.failed_blocks == frozenset() and is_equal(engine.blocks(TARGET), expected(engine))
@@ -217,12 +217,12 @@ def test_sums_are_not_behind_a_scatter_that_waits_for_the_engine(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "Event", Mock())
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Mock(priority=priority))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(used.append(stream)))
-    order, mark = CudaOrder(torch.device("cuda", 0)), Mock()
-    order.begin(lambda: None, mark)
+    order, event = CudaOrder(torch.device("cuda", 0)), Mock()
+    order.begin(lambda: None, event)
     with order.launching():
         pass
     scattering, summing = used
-    scattering.wait_event.assert_called_once_with(mark)
+    scattering.wait_event.assert_called_once_with(event)
     assert summing is not scattering and not summing.wait_event.called
     assert scattering.priority == summing.priority == -1, "both free slots"
 
@@ -246,7 +246,7 @@ def test_copies_that_the_driver_refuses_cost_no_slot(
         engine = start(tmp_path, engines, admit="always")
     begin_copies = engine.order.begin_copies
 
-    def refuse(pairs: object) -> Mark:
+    def refuse(pairs: object) -> FakeEvent:
         raise RuntimeError("no copy")
 
     engine.order.begin_copies = refuse  # type: ignore[method-assign]

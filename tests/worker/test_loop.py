@@ -31,7 +31,7 @@ def loop() -> Iterator[TransferLoop]:
     jobs = ThreadJobs("loop", 1, 1)
     worker: Any = SimpleNamespace(clock=time.monotonic, timeout_s=TIMEOUT_S, order=None)
     made = TransferLoop(worker, jobs)
-    part: Any = SimpleNamespace(work=(), marks=[], due_s=float("inf"))
+    part: Any = SimpleNamespace(work=(), events=[], due_s=float("inf"))
     made.parts.append(part)
     yield made
     jobs.close()
@@ -69,12 +69,12 @@ def test_a_post_does_not_wait_while_the_loop_polls_for_the_device(
     monkeypatch.setattr(loop_module, "PAUSE_MAX_S", 3600.0)
     ended, told = threading.Event(), list[object]()
 
-    def is_done(mark: object) -> bool:
+    def is_done(event: object) -> bool:
         loop._pause_s = 30.0
         return ended.is_set()
 
     loop._worker.order = SimpleNamespace(is_done=is_done)  # type: ignore[misc]
-    loop.parts[0].marks.append(("gather", told.append, "gathered"))
+    loop.parts[0].events.append(("gather", told.append, "gathered"))
     loop.post(None)
     wait_until(lambda: loop._pause_s > 20, "a pause", 10)
     ended.set()
@@ -89,7 +89,7 @@ def test_tasks_run_beside_one_that_hangs(loop: TransferLoop, pool: TaskPool) -> 
     pool.add(lambda: "the next", told.append)
 
     def has_next() -> bool:
-        loop.look()
+        loop.check_deadlines()
         return told == ["the next"]
 
     wait_until(has_next, "the next task runs", 10)
@@ -126,7 +126,7 @@ def test_a_part_whose_work_has_ended_is_not_looked_at_again(loop: TransferLoop) 
     loop.turn = counted  # type: ignore[method-assign]
     loop.parts[0].due_s = time.monotonic() - 1
     for _ in range(5):
-        loop.look()
+        loop.check_deadlines()
         assert loop.drain(10)
     assert n_turns == 1
 
@@ -134,7 +134,7 @@ def test_a_part_whose_work_has_ended_is_not_looked_at_again(loop: TransferLoop) 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_copies_that_begin_while_the_loop_gives_up_are_waited_for(loop: TransferLoop) -> None:
     """A chunk that lands may be copied into the host arena: its slots are leased until then."""
-    order, ended = SimpleNamespace(wait=lambda mark: None, is_done=lambda mark: mark == "copy"), list[str]()
+    order, ended = SimpleNamespace(wait=lambda event: None, is_done=lambda event: event == "copy"), list[str]()
     loop._worker.order = order  # type: ignore[misc]
     (part,) = loop.parts
 
@@ -146,7 +146,7 @@ def test_copies_that_begin_while_the_loop_gives_up_are_waited_for(loop: Transfer
         raise RuntimeError("a bug")
 
     part.work, part.turn, part.give_up = ["a chunk"], fail, lambda: None  # type: ignore[method-assign,misc]
-    part.marks.append(("scatter", landed, "copied"))
+    part.events.append(("scatter", landed, "copied"))
     loop.post(None)
     assert loop.drain(10)
     assert ended == ["copied"]
