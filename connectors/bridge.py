@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from kvtier.connectors.faults import Faults, contains_faults
+from kvtier.connectors.faults import Faults, catch_faults
 from kvtier.connectors.lookup_deadline import LookupDeadline
 from kvtier.connectors.pending_saves import PendingSaves
 from kvtier.connectors.tracked_request import BlockShape, IndexAnswer, IndexQuestion, Offer, RequestView, TrackedRequest
 from kvtier.index.async_lookup import ANSWER_KEPT_S
 from kvtier.plan import LoadDone, LoadPlan, SaveDone, SavePlan
-from kvtier.scheduler.load_threshold import BreakEven
+from kvtier.scheduler.load_threshold import LoadThreshold
 from kvtier.scheduler.shared_loads import SharedLoads
 from kvtier.scheduler.store import Store
 from kvtier.worker.transfer import Progress, Transfer
@@ -66,7 +66,7 @@ class Step:
     decodes: bool = False
 
 
-class LoadRoom:
+class ActiveLoads:
     """Requests whose loads are with the workers, at most `loads_max`, and those that wait for another's load."""
 
     def __init__(self, shared: SharedLoads) -> None:
@@ -87,7 +87,7 @@ class SchedulerBridge:
         self,
         store: Store,
         shape: BlockShape,
-        limit: BreakEven,
+        limit: LoadThreshold,
         lookup_timeout_s: float,
         faults: Faults,
         clock: Clock = time.monotonic,
@@ -98,7 +98,7 @@ class SchedulerBridge:
         self._deadline = LookupDeadline(lookup_timeout_s)
         self._faults = faults
         self._clock = clock
-        self.room = LoadRoom(SharedLoads(store.metrics, clock))
+        self.active_loads = ActiveLoads(SharedLoads(store.metrics, clock))
         self._requests: dict[str, TrackedRequest] = {}
         self.saves = PendingSaves(store, shape, self._requests, faults)
         self._n_tracked = 0
@@ -118,7 +118,7 @@ class SchedulerBridge:
             with self._faults.contained("expecting a tenant's chunks"):
                 self._store.expect(view.tenant)
 
-    @contains_faults("a lookup", default=0)
+    @catch_faults("a lookup", default=0)
     def hit_tokens(self, request_id: str, computed_tokens: int) -> int | None:
         """Return how many tokens past `computed_tokens` can be loaded; None: ask again in the next step."""
         request = self._requests[request_id]
@@ -143,16 +143,16 @@ class SchedulerBridge:
         if offer is not None and offer.n_tokens == n_tokens:
             plan = self._plan_load(request, offer, block_ids)
         if plan is not None:
-            self.room.planned.append(plan)
-            self.room.under_way.add(request_id)
-            self.room.shared.begin(request_id, (chunk.key for chunk in plan.chunks), n_tokens)
+            self.active_loads.planned.append(plan)
+            self.active_loads.under_way.add(request_id)
+            self.active_loads.shared.begin(request_id, (chunk.key for chunk in plan.chunks), n_tokens)
             request.own_tokens += n_tokens
         else:
             self._refused.append(LoadDone(request_id, frozenset(request.load_blocks)))
 
     def landed(self, request_id: str) -> None:
         """Note that the engine has the blocks of a request's load, if there was one, in its own cache."""
-        self.room.shared.end(request_id)
+        self.active_loads.shared.end(request_id)
 
     def begin(self, request_id: str, computed_tokens: int) -> None:
         """Note the first step of a request since it was given blocks; it computes from `computed_tokens` on.
@@ -192,7 +192,7 @@ class SchedulerBridge:
     def finish(self, request_id: str, frontier_tokens: int, block_ids: Sequence[int]) -> None:
         """Plan to save the remaining whole chunks of an ended request: its blocks are reused from the next step on,
         after these are gathered."""
-        self.room.shared.forget(request_id)
+        self.active_loads.shared.forget(request_id)
         ended = self._requests.pop(request_id, None)
         if ended is not None:
             self.saves.finish(ended, frontier_tokens, block_ids)
@@ -204,12 +204,12 @@ class SchedulerBridge:
                 request.answer = None  # it may name what failed
                 if request.load_blocks is not None and not failed_blocks.isdisjoint(request.load_blocks):
                     request.may_load = False  # I11
-                    self.room.shared.end(request_id, has_failed=True)
+                    self.active_loads.shared.end(request_id, has_failed=True)
                     # Chunks of a failed load are saved again once they are computed: workers skip those that are there.
                     with self._faults.contained("noting a failed load"):
                         self._store.forget_lost(request.keys)
         for request_id in received:
-            self.room.under_way.discard(request_id)
+            self.active_loads.under_way.discard(request_id)
             if request_id in self._requests:
                 self._requests[request_id].load_blocks = None
 
@@ -230,8 +230,8 @@ class SchedulerBridge:
         """
         waits_for_room = self.saves.late.are_waiting
         before, after = self.saves.take_plans(rewritten)
-        step = Step(before, after, tuple(self.room.planned), tuple(self._refused), is_idle, waits_for_room, decodes)
-        self.room.planned, self._refused = [], []
+        step = Step(before, after, tuple(self.active_loads.planned), tuple(self._refused), is_idle, waits_for_room, decodes)
+        self.active_loads.planned, self._refused = [], []
         self._deadline.end_step()
         return step
 
@@ -253,7 +253,7 @@ class SchedulerBridge:
         self._has_foreign_kv &= blocks_in_use
         self._at_reset = self._n_tracked, len(self._requests)
         self.saves.clear()
-        self.room.shared.clear()
+        self.active_loads.shared.clear()
         loading = False
         for request in self._requests.values():
             request.may_load = request.may_save = False
@@ -277,10 +277,10 @@ class SchedulerBridge:
         shortest = max(1, self._limit.min_tokens)
         if end * size - computed_tokens < shortest or computed_tokens % self._shape.block_tokens:
             return 0  # a load that begins within an engine block would write into one that others may share
-        if self.room.shared.is_waiting(request.view.request_id, computed_tokens):
+        if self.active_loads.shared.is_waiting(request.view.request_id, computed_tokens):
             return None
         # Without room among the workers' loads a request waits here, where it holds no blocks and has no deadline.
-        waits = self.room.is_full
+        waits = self.active_loads.is_full
         entries = self._find(request, first, end, waits)
         if entries is None:
             assert request.question is not None
@@ -300,7 +300,7 @@ class SchedulerBridge:
     def _must_wait(self, request: TrackedRequest, first: int, n_chunks: int, computed_tokens: int) -> bool:
         size = self._shape.chunk_tokens
         keys = request.keys_to(first + n_chunks, size)[first:]
-        return self.room.shared.must_wait(request.view.request_id, keys, size, computed_tokens)
+        return self.active_loads.shared.must_wait(request.view.request_id, keys, size, computed_tokens)
 
     def _find(self, request: TrackedRequest, first: int, end: int, waits: bool) -> tuple[bytes, ...] | None:
         """Return the entries of the leading chunks of [first, end); None while a remote index has not answered.
@@ -325,7 +325,7 @@ class SchedulerBridge:
         self.saves.watcher.found(request.view.request_id, begin, keys, entries)
         return tuple(entries)[first - begin :]
 
-    @contains_faults("planning a load")
+    @catch_faults("planning a load")
     def _plan_load(self, request: TrackedRequest, offer: Offer, block_ids: Sequence[int]) -> LoadPlan | None:
         shape = self._shape
         end = offer.first_chunk + len(offer.entries)
@@ -448,7 +448,7 @@ class WorkerBridge:
         with self._faults.contained("closing the transfer"):
             self._transfer.close()
 
-    @contains_faults("a save")
+    @catch_faults("a save")
     def _save(self, plan: SavePlan | None) -> None:
         if plan is not None:
             self._transfer.save(plan)

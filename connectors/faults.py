@@ -55,7 +55,7 @@ T = TypeVar("T")
 Method = Callable[Concatenate[S, P], T]
 
 
-def contains_faults(doing: str, default: Any = None) -> Callable[[Method[S, P, T]], Method[S, P, T]]:
+def catch_faults(doing: str, default: Any = None) -> Callable[[Method[S, P, T]], Method[S, P, T]]:
     """Decorate a method: an Exception in it is noted in the object's `_faults`, and `default` is returned.
 
     default: the neutral answer, or a function that makes it from the method's arguments.

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from kvtier.scheduler.cost_history import KeptCosts
-from kvtier.scheduler.load_threshold import NEVER, BreakEven, LoadCost
+from kvtier.scheduler.cost_history import CostHistory
+from kvtier.scheduler.load_threshold import NEVER, LoadCost, LoadThreshold
 
 log = logging.getLogger("kvtier")
 
@@ -27,7 +27,9 @@ LOG_INTERVAL_S = 3600.0  # between two warnings, seconds
 class LoadCosts:
     """Running costs of one engine. Called from the engine's scheduler thread only."""
 
-    def __init__(self, limit: BreakEven, kept: KeptCosts | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, limit: LoadThreshold, kept: CostHistory | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.limit = limit
         self._kept = kept
         self._clock = clock
@@ -37,7 +39,7 @@ class LoadCosts:
             self._log()
 
     def saw_step(self, tokens: int, seconds: float) -> float | None:
-        """Record one step of the engine that computed `tokens` tokens. See BreakEven.saw_step."""
+        """Record one step of the engine that computed `tokens` tokens. See LoadThreshold.saw_step."""
         token_s = self.limit.saw_step(tokens, seconds)
         if token_s is not None:
             self._changed()
@@ -78,7 +80,7 @@ class _Planned:
     was_idle: bool
 
 
-class StepTimes:
+class StepTimer:
     """Step timer: calls `report` with (tokens, seconds) of each step that could be timed. ahead: 0 if a step is planned
     once the one before it ended."""
 

@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from operator import attrgetter
 from typing import NamedTuple
 
-from kvtier.connectors.faults import Faults, contains_faults
+from kvtier.connectors.faults import Faults, catch_faults
 from kvtier.connectors.kv_events import Watcher
 from kvtier.connectors.late_saves import LateSaves
 from kvtier.connectors.tracked_request import BlockShape, TrackedRequest
@@ -237,6 +237,6 @@ class PendingSaves:
                 self.watcher.wanted(request.view.request_id, wanted[0].number, [chunk.key for chunk in wanted])
         return wanted
 
-    @contains_faults("planning a save", default=_NOTHING)
+    @catch_faults("planning a save", default=_NOTHING)
     def _select(self, wanted: list[WantedChunk]) -> SaveSelection:
         return self._store.select_saves(wanted) if wanted else _NOTHING

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvtier.connectors.faults import Faults, contains_faults
+from kvtier.connectors.faults import Faults, catch_faults
 from kvtier.connectors.objects.store import Object, ObjectHost, ObjectTier, settings_of
 from kvtier.connectors.sglang_weights import watch_weights
 from kvtier.errors import ConfigError
@@ -146,7 +146,7 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         content of `target_location` is then undefined."""
         return self.batch_get([key], [target_location])[0]
 
-    @contains_faults("loading SGLang's pages", default=_all_missing)
+    @catch_faults("loading SGLang's pages", default=_all_missing)
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
@@ -155,7 +155,7 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         pages = [self._new_page() if target is None else target for target in targets]
         return [page if is_here else None for page, is_here in zip(pages, self._load(keys, pages), strict=True)]
 
-    @contains_faults("loading SGLang's pages", default=_all_failed)
+    @catch_faults("loading SGLang's pages", default=_all_failed)
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Load into the pool's pages that begin at every page_size-th of host_indices, (n_keys * page_size,). Return
         for each page True if it was loaded; the others are unchanged."""
@@ -171,14 +171,14 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         """Return True if the page is stored, now or before. value: its tensor, in host memory."""
         return self.batch_set([key], [value])
 
-    @contains_faults("storing SGLang's pages", default=False)
+    @catch_faults("storing SGLang's pages", default=False)
     def batch_set(
         self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         """Return True if all pages are stored."""
         return all(self._store(keys, values))
 
-    @contains_faults("storing SGLang's pages", default=_all_failed)
+    @catch_faults("storing SGLang's pages", default=_all_failed)
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Store the pool's pages, named as for batch_get_v1. Return for each page True if it is stored, now or
         before."""
@@ -189,7 +189,7 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc,unused-ignore]
         """Return True if the page is indexed. A hint: it may be gone or corrupt when it is loaded."""
         return self.batch_exists([key]) == 1
 
-    @contains_faults("a lookup of SGLang's pages", default=0)
+    @catch_faults("a lookup of SGLang's pages", default=0)
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """Return the number of leading keys that are indexed."""
         tier, own = self._tier, self._own(keys)

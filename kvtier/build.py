@@ -31,16 +31,16 @@ from kvtier.index.base import new_owner
 from kvtier.index.guard import GuardedIndex
 from kvtier.index.open import open_index, open_lookups
 from kvtier.kernels.paged import PagedKV
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.runtime import switch_interval
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.threads import ThreadJobs
 from kvtier.runtime.units import exact
 from kvtier.scheduler.background import SPARES_MAX, Keeper, KeeperPlan
 from kvtier.scheduler.capacity_warnings import CapacityWatch
-from kvtier.scheduler.cost_history import KeptCosts, note_name
+from kvtier.scheduler.cost_history import CostHistory, note_name
 from kvtier.scheduler.engine_report import COUNT_MAX, About
-from kvtier.scheduler.load_threshold import BreakEven, FixedLimit
+from kvtier.scheduler.load_threshold import FixedThreshold, LoadThreshold
 from kvtier.scheduler.store import Store
 from kvtier.storage.filesystem import Visibility, file_system_of, stripes_for
 from kvtier.storage.root import (
@@ -130,11 +130,11 @@ def _check_capacity(settings: Settings, shape: SetShape) -> None:
         log.warning("%s", warning)
 
 
-def load_limit(settings: Settings) -> BreakEven:
+def load_limit(settings: Settings) -> LoadThreshold:
     """Return the configured rule for the shortest hit that is loaded."""
     if settings.min_load_tokens == "auto":
-        return BreakEven()
-    return FixedLimit(settings.min_load_tokens)
+        return LoadThreshold()
+    return FixedThreshold(settings.min_load_tokens)
 
 
 def signer_of(settings: Settings, namespace: Namespace, shares: Sequence[RankShare]) -> Signer | None:
@@ -187,11 +187,11 @@ def open_store(
     index = open_index(settings, root, is_engines=True)
     owner = new_owner()
     writers = sum(share.writes is not None for share in shares)
-    costs = KeptCosts(index, note_name(namespace.id, about)) if about.device else None
+    costs = CostHistory(index, note_name(namespace.id, about)) if about.device else None
     evictor = Evictor(index, root.folder, owner, Rules.of(settings.capacity))
-    housekeeper = Housekeeper(index, root.folder, owner)
+    sweeper = Sweeper(index, root.folder, owner)
     watch = CapacityWatch(
-        owner, settings.capacity_bytes, index, lambda: housekeeper.free_space().n_bytes - evictor.rules.reserve_bytes
+        owner, settings.capacity_bytes, index, lambda: sweeper.free_space().n_bytes - evictor.rules.reserve_bytes
     )
     plan = KeeperPlan(
         owner,
@@ -208,7 +208,7 @@ def open_store(
         stripes=shape.stripes,
         reclaim_s=file_system_of(root.folder).reclaim_s,
     )
-    keeper = Keeper(namespace, plan, index, housekeeper, evictor, random.SystemRandom())
+    keeper = Keeper(namespace, plan, index, sweeper, evictor, random.SystemRandom())
     if isinstance(index, GuardedIndex):
         index.metrics = keeper.metrics
     keeper.start()
@@ -232,7 +232,7 @@ def _begin(settings: Settings) -> Root:
     return in_time(settings.root, "opening the root and reading its owner.json", partial(open_root, settings))
 
 
-def _on_renewal(watch: CapacityWatch, costs: KeptCosts | None, now_s: float) -> None:
+def _on_renewal(watch: CapacityWatch, costs: CostHistory | None, now_s: float) -> None:
     watch.look(now_s)
     if costs is not None:
         costs.refresh(now_s)

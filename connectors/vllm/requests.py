@@ -15,7 +15,7 @@ _repeated = RepeatedLog()  # a client repeats its mistake with each request
 SWITCHES = ("kvtier_load", "kvtier_save")  # keys of a request's kv_transfer_params
 
 
-def why_items_pass_by(vllm_config: Any) -> str:
+def why_items_are_not_cached(vllm_config: Any) -> str:
     """Return why requests with multimodal items are neither loaded nor saved; "" if they are.
 
     Identifiers of items are hashes of their content (or names by a client), but vLLM only counts items if it has no
@@ -39,17 +39,17 @@ def view_of(
     request: Any,
     chunk_tokens: int,
     adapters: Adapters,
-    takes_items: bool = True,
+    caches_items: bool = True,
     tenants: Tenants = NO_TENANTS,
     loads: bool = True,
 ) -> RequestView:
     """Return the view to track of a request. A request whose KV has no unambiguous key may neither load nor save.
 
-    takes_items: see why_items_pass_by. loads: this engine may load.
+    caches_items: see why_items_are_not_cached. loads: this engine may load.
     """
     may_load, may_save = _switches(request)
     may_load &= loads
-    is_passed_by = _is_passed_by(request) or (bool(request.mm_features) and not takes_items)
+    is_passed_by = _has_no_key(request) or (bool(request.mm_features) and not caches_items)
     extras = None if is_passed_by else _extras(request, chunk_tokens, adapters)
     if extras is None:
         extras, may_load, may_save = {}, False, False
@@ -74,7 +74,7 @@ def _switches(request: Any) -> tuple[bool, bool]:
     return load, save
 
 
-def _is_passed_by(request: Any) -> bool:
+def _has_no_key(request: Any) -> bool:
     """Return True for prompt embeddings, which are no tokens, and for resumable (streaming) sessions, which rewrite
     their tokens."""
     embeds = getattr(request, "prompt_embeds", None)

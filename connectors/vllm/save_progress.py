@@ -31,7 +31,7 @@ def final_frontier(request: Any, save_generated: bool) -> int:
     return final
 
 
-class StepsBehind(NamedTuple):
+class FrontierDelay(NamedTuple):
     """Steps that a frontier waits. drafts: a draft model may write its own KV of a token one step after the target.
     adapters: until vLLM, which plans steps ahead, has surely executed one."""
 
@@ -39,7 +39,7 @@ class StepsBehind(NamedTuple):
     adapters: int
 
     @classmethod
-    def of(cls, vllm_config: Any, has_draft: bool) -> StepsBehind:
+    def of(cls, vllm_config: Any, has_draft: bool) -> FrontierDelay:
         # vLLM has at most this many in flight: one a pipeline stage, and one more with asynchronous scheduling.
         return cls(int(has_draft), vllm_config.parallel_config.pipeline_parallel_size + 1)
 
@@ -56,7 +56,7 @@ class _Adapted:
 
 
 class Frontiers:
-    def __init__(self, save_generated: bool, behind: StepsBehind, adapters: Adapters) -> None:
+    def __init__(self, save_generated: bool, behind: FrontierDelay, adapters: Adapters) -> None:
         self._save_generated = save_generated
         self._behind = behind
         self._adapters = adapters

@@ -14,10 +14,10 @@ from kvtier.codecs.measured_loss import loss_text
 from kvtier.config.settings import Settings
 from kvtier.connectors import dynamo
 from kvtier.connectors.bridge import SchedulerBridge
-from kvtier.connectors.faults import Faults, contains_faults
+from kvtier.connectors.faults import Faults, catch_faults
 from kvtier.connectors.kv_events import Announcements, ChunkBlocks
 from kvtier.connectors.late_saves import no_contents
-from kvtier.connectors.load_costs import LoadCosts, StepTimes
+from kvtier.connectors.load_costs import LoadCosts, StepTimer
 from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.connectors.vllm import platform
 from kvtier.connectors.vllm.compatibility import can_continue, check_cache, check_engine, roles
@@ -26,8 +26,8 @@ from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.messages import ReportMetadata, StepMetadata
 from kvtier.connectors.vllm.metrics import KVTierStats, stats_of
 from kvtier.connectors.vllm.namespace import identity_of
-from kvtier.connectors.vllm.requests import GivenBlocks, view_of, why_items_pass_by
-from kvtier.connectors.vllm.save_progress import Frontiers, StepsBehind
+from kvtier.connectors.vllm.requests import GivenBlocks, view_of, why_items_are_not_cached
+from kvtier.connectors.vllm.save_progress import FrontierDelay, Frontiers
 from kvtier.connectors.vllm.weight_changes import watch_weights
 from kvtier.model.tenants import Tenants
 from kvtier.scheduler.engine_report import About
@@ -65,28 +65,28 @@ class SchedulerHalf:
         self._costs = LoadCosts(load_limit(settings), kept)
         if kept is not None and kept.expected is not None:
             self._store.reporter.expect(kept.expected.prefill_token_s)
-        self._step_times = StepTimes(self._saw_step, _steps_ahead(vllm_config))
+        self._step_timer = StepTimer(self._saw_step, _steps_ahead(vllm_config))
         self._block_tokens = spec.block_size
         shape = BlockShape(settings.chunk_tokens, spec.block_size)
         self._bridge = SchedulerBridge(
             self._store, shape, self._costs.limit, settings.index.lookup_timeout_s, self._faults
         )
-        self._bridge.room.loads_max = settings.queues.load_requests_max
+        self._bridge.active_loads.loads_max = settings.queues.load_requests_max
         if vllm_config.cache_config.enable_prefix_caching:  # else a request that waited would find nothing
-            self._bridge.room.shared.wait_s = settings.queues.shared_load_wait_s
-        why_not = why_items_pass_by(vllm_config)
+            self._bridge.active_loads.shared.wait_s = settings.queues.shared_load_wait_s
+        why_not = why_items_are_not_cached(vllm_config)
         if why_not:
             log.warning("requests with images, audio or video are neither loaded nor saved: %s", why_not)
         adapters = Adapters()
         if vllm_config.lora_config is not None:
             adapters.watch_loads()
-        behind = StepsBehind.of(vllm_config, bool(identity.namespace.draft))
+        behind = FrontierDelay.of(vllm_config, bool(identity.namespace.draft))
         self._frontiers = Frontiers(settings.save_generated, behind, adapters)
         self._view: Callable[[Any], RequestView] = partial(
             view_of,
             chunk_tokens=settings.chunk_tokens,
             adapters=adapters,
-            takes_items=not why_not,
+            caches_items=not why_not,
             tenants=Tenants(settings.capacity.tenants),
             loads=loads,
         )
@@ -108,7 +108,7 @@ class SchedulerHalf:
 
     def bind_blocks(self, pool: Any) -> None:
         """Watch vLLM's blocks: how many are free, and which still have the content of an ended request."""
-        self._bridge.room.shared.is_short = partial(self._is_short, pool)
+        self._bridge.active_loads.shared.is_short = partial(self._is_short, pool)
         self._bridge.saves.late.contents_of = partial(self._contents, pool)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
@@ -142,7 +142,7 @@ class SchedulerHalf:
     def finished(self, request: Any, block_ids: Sequence[int]) -> None:
         """Note the end of a request, for any reason; its blocks are free from the next step on, after that step's
         `before`."""
-        self._step_times.ended(request.request_id, time.monotonic())
+        self._step_timer.ended(request.request_id, time.monotonic())
         if request.request_id not in self._requests:
             return
         self._tables.pop(request.request_id, None)
@@ -167,7 +167,7 @@ class SchedulerHalf:
             if report.figures is not None:
                 self._store.reporter.add(report.figures)
 
-    @contains_faults("making KV events", default=())
+    @catch_faults("making KV events", default=())
     def take_events(self) -> Iterable[Any]:
         """Return the tier's KV events, for vLLM to publish with its own."""
         return () if self._events is None else self._events.take()
@@ -212,19 +212,19 @@ class SchedulerHalf:
         if token_s is not None:
             self._store.reporter.saw_prefill(token_s)
 
-    @contains_faults("counting free blocks", default=False)
+    @catch_faults("counting free blocks", default=False)
     def _is_short(self, pool: Any, n_tokens: int) -> bool:
         left = pool.get_num_free_blocks() - n_tokens // self._block_tokens
         return bool(left < pool.num_gpu_blocks * SHORT_OF_BLOCKS)
 
-    @contains_faults("reading the content of blocks", default=lambda self, pool, block_ids: no_contents(block_ids))
+    @catch_faults("reading the content of blocks", default=lambda self, pool, block_ids: no_contents(block_ids))
     def _contents(self, pool: Any, block_ids: Sequence[int]) -> Sequence[object | None]:
         """Return the hash objects of blocks in vLLM's own cache, or None. vLLM drops a block's hash when it gives the
         block to a request that will write to it. When the block is full again, vLLM makes another object, even if the
         hash is equal."""
         return [pool.blocks[block_id].block_hash for block_id in block_ids]
 
-    @contains_faults("describing a chunk in KV events")
+    @catch_faults("describing a chunk in KV events")
     def _describe(self, request_id: str, chunk: int, shape: BlockShape, hash_tokens: int) -> ChunkBlocks | None:
         request = self._requests.get(request_id)
         return None if request is None else dynamo.chunk_blocks(request, chunk, shape, hash_tokens)
@@ -234,19 +234,19 @@ class SchedulerHalf:
             self._requests[request.request_id] = request
             self._bridge.track(self._look(request))
 
-    @contains_faults("checking an adapter", default=False)
+    @catch_faults("checking an adapter", default=False)
     def _is_of_its_key(self, request: Any) -> bool:
         """Return True if the request's weights are those of its key. Reads an adapter's files: call only if needed."""
         return self._frontiers.is_of_its_key(request)
 
     # A request that cannot be read is neither loaded nor saved.
-    @contains_faults("reading a request", default=lambda self, request: RequestView(request.request_id))
+    @catch_faults("reading a request", default=lambda self, request: RequestView(request.request_id))
     def _look(self, request: Any) -> RequestView:
         view = self._view(request)
         self._frontiers.track(request)
         return view
 
-    @contains_faults("reading a step")
+    @catch_faults("reading a step")
     def _advance(self, scheduled: Any) -> None:
         resolve = getattr(getattr(scheduled, "kv_connector_block_state", None), "resolve_block_ids", None)
         if resolve is not None:
@@ -254,7 +254,7 @@ class SchedulerHalf:
         elif not self._mirror_tables(scheduled):
             self._tables.clear()
             return
-        self._step_times.planned(
+        self._step_timer.planned(
             scheduled.num_scheduled_tokens.keys(), scheduled.total_num_scheduled_tokens, time.monotonic()
         )
         if not self._saves:
@@ -275,7 +275,7 @@ class SchedulerHalf:
                 table = self._tables.get(request_id, ()) if resolve is None else resolve(request_id)[0]
                 self._bridge.advance(request_id, frontier, table)
 
-    @contains_faults("following block tables", default=False)
+    @catch_faults("following block tables", default=False)
     def _mirror_tables(self, scheduled: Any) -> bool:
         """Update block tables: new and resumed requests come with their whole table, running ones with added blocks."""
         for new in scheduled.scheduled_new_reqs:

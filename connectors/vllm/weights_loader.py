@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
-from kvtier.connectors.faults import Faults, contains_faults
+from kvtier.connectors.faults import Faults, catch_faults
 from kvtier.connectors.vllm.platform import join_log, ranks_here
 from kvtier.connectors.vllm.weights_key import Named, key_of
 from kvtier.connectors.vllm.weights_trace import LoadTrace, TraceRefused, distinct
@@ -213,7 +213,7 @@ class KvtierModelLoader(DefaultModelLoader):
         # Not found by name: a loader may have replaced or removed parameters.
         return PlannedLoad(plan, trace.tensors, expected, TRACED)
 
-    @contains_faults("naming the plan of the load", default=False)
+    @catch_faults("naming the plan of the load", default=False)
     def _find_key(self, model: torch.nn.Module, tensors: Named, model_config: Any, files: list[Path]) -> bool:
         """Set the name under which the plan is stored. Without one it is not."""
         with suppress(Corrupt):  # the header is read again by the load, whose error names the file
@@ -230,7 +230,7 @@ class KvtierModelLoader(DefaultModelLoader):
         finally:
             self._files = None
 
-    @contains_faults("recording the weight loaders")
+    @catch_faults("recording the weight loaders")
     def _record(self, model: torch.nn.Module, model_config: Any, trace: LoadTrace) -> WeightPlan | None:
         """Run vLLM's weight loaders on tensors without data. Return the plan; None where they cannot be followed."""
         before, self._trace = _state(model), trace

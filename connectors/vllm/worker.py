@@ -51,7 +51,7 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._settings = settings
         self._faults = Faults()
-        self._forwards = Forwards()
+        self._forwards = ForwardWatch()
         self._failed_blocks: set[int] = set()
         self._pages: EnginePages | None = None
         self._bridge: WorkerBridge | None = None
@@ -198,8 +198,8 @@ def _rank() -> int:
     return int(get_pp_group().rank_in_group * tensor.world_size + tensor.rank_in_group)
 
 
-class Forwards:
-    """Forwards of one worker. Steps have consecutive numbers, so a step that never arrived is noticed too."""
+class ForwardWatch:
+    """ForwardWatch of one worker. Steps have consecutive numbers, so a step that never arrived is noticed too."""
 
     def __init__(self) -> None:
         self.has_failed = False  # since the start; vLLM has no recovery that connectors could detect

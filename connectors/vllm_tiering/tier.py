@@ -28,7 +28,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import vllm
 
-from kvtier.connectors.faults import Faults, contains_faults
+from kvtier.connectors.faults import Faults, catch_faults
 from kvtier.connectors.objects.store import Object, ObjectTier, settings_of
 from kvtier.connectors.vllm.metrics import FAULTS
 from kvtier.connectors.vllm.metrics import HELP as COUNTER_HELP
@@ -240,7 +240,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
     def _fail(self, job: TransferJob) -> None:
         self._ended.put(_Ended(job, [False] * len(job.keys), 0.0))
 
-    @contains_faults("a lookup", default=lambda self, keys: [False] * len(keys))
+    @catch_faults("a lookup", default=lambda self, keys: [False] * len(keys))
     def _exist(self, keys: Sequence[bytes]) -> list[bool]:
         return self._tier.exists(self._own(keys))
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from kvtier.cli.app import index as index_app
 from kvtier.cli.place import ConfigOption, JsonOption, PathArgument, find_place
 from kvtier.cli.progress import progress
-from kvtier.cli.root import housekeeper, open_embedded
+from kvtier.cli.root import open_embedded, sweeper
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.base import Index
 from kvtier.index.open import open_redis_to_mend
-from kvtier.maintenance.consistency_check import Agreement, check_agreement, drop_lost
+from kvtier.maintenance.consistency_check import ConsistencyReport, check_consistency, drop_lost
 from kvtier.maintenance.sweep_lease import SWEEP_LEASE
 from kvtier.maintenance.sweeper import Rebuilt
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
@@ -57,7 +57,7 @@ def rebuild(path: PathArgument = None, config: ConfigOption = None, as_json: Jso
 def check(path: PathArgument = None, config: ConfigOption = None, as_json: JsonOption = False) -> int:
     """Tell whether index and segment files agree."""
     with _index_of(path, config) as (root, index, where), progress("checking", "segment sets") as show:
-        found = check_agreement(root, index, show)
+        found = check_consistency(root, index, show)
     if as_json:
         lists = {name: [row._asdict() for row in getattr(found, name)] for name in ("disagreements", "unnamed_places")}
         print_json({"root": str(root.path), "index": where, **asdict(found), **lists})
@@ -66,7 +66,7 @@ def check(path: PathArgument = None, config: ConfigOption = None, as_json: JsonO
     return OK if found.is_clean else FOUND_BAD
 
 
-def _print(root: Root, where: str, found: Agreement) -> None:
+def _print(root: Root, where: str, found: ConsistencyReport) -> None:
     for row in found.disagreements:
         place = "/".join(part for part in (row.namespace, row.segment) if part)
         print(f"BAD {place}{'' if row.slot is None else f' slot {row.slot}'}: {row.what}")
@@ -111,7 +111,7 @@ def _index_of(path: Path | None, config: Path | None) -> Iterator[tuple[Root, In
 
 def _rebuild(index: Index, root: Root) -> Rebuilt:
     """Rebuild the index once no engine sweeps. Raises IndexUnavailable if one does for too long."""
-    keeping = housekeeper(index, root)
+    keeping = sweeper(index, root)
     deadline = time.monotonic() + OTHERS_TIMEOUT_S
     with progress("rebuilding", "segments") as show:
         while (rebuilt := keeping.rebuild(show)) is None:

@@ -10,7 +10,7 @@ from kvtier.index.base import Index, new_owner
 from kvtier.index.lmdb.index import LmdbIndex, is_of_this_boot
 from kvtier.index.memory import MemoryIndex
 from kvtier.index.open import closed_on_fault
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.storage.root import Root
 from kvtier.storage.root_owner import is_recognised, read_owner, this_node
 
@@ -30,8 +30,8 @@ def open_embedded(root: Root) -> LmdbIndex:
     return index
 
 
-def housekeeper(index: Index, root: Root) -> Housekeeper:
-    return Housekeeper(index, root.folder, new_owner("cli/"))
+def sweeper(index: Index, root: Root) -> Sweeper:
+    return Sweeper(index, root.folder, new_owner("cli/"))
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def readable_index(root: Root) -> Iterator[Index]:
     print(f"{embedded}; reading the headers of all records instead", file=sys.stderr)
     memory = MemoryIndex()
     with progress("reading headers", "segments") as show:
-        housekeeper(memory, root).rebuild(show)
+        sweeper(memory, root).rebuild(show)
     yield memory
 
 

@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
-class Agreement:
+class ConsistencyReport:
     """Counts of the check. records: readable headers in files. indexed: records that the index names. second: records
     of a chunk, or a part of one, for which the index names an earlier record. unpublished: records of sets that are
     still written. unnamed: records whose chunk is not in the index, though their set is; unnamed_places: of these, up
@@ -53,9 +53,9 @@ class Agreement:
         return not self.n_disagreements
 
 
-def check_agreement(
+def check_consistency(
     root: Root, index: Index, progress: Progress = lambda done, total: None, wait: Callable[[float], None] = time.sleep
-) -> Agreement:
+) -> ConsistencyReport:
     """Check a root. progress: called with (segment sets checked, segment sets in all)."""
     return _Check(root, index, wait).run(progress)
 
@@ -65,10 +65,10 @@ class _Check:
         self._root = root
         self._index = index
         self._wait = wait
-        self._found = Agreement()
+        self._found = ConsistencyReport()
         self._parts: dict[bytes, list[Extent]] = {}
 
-    def run(self, progress: Progress) -> Agreement:
+    def run(self, progress: Progress) -> ConsistencyReport:
         found = self._found
         located = self._located()
         known = {info.set_id: info for info in self._index.sets()}
@@ -127,9 +127,9 @@ class _Check:
 
     def _set(
         self, set_id: int, info: SetInfo | None, on_disk: tuple[SegmentFiles, list[int]] | None, n_located: int
-    ) -> Agreement:
+    ) -> ConsistencyReport:
         """Check one set, of which index entries name `n_located` records."""
-        result = Agreement()
+        result = ConsistencyReport()
         if info is None:
             namespace = on_disk[0].folder.name if on_disk else ""
             if n_located:
@@ -155,7 +155,7 @@ class _Check:
         return result
 
     def _headers(
-        self, files: SegmentFiles, name: tuple[int, int], result: Agreement
+        self, files: SegmentFiles, name: tuple[int, int], result: ConsistencyReport
     ) -> Iterator[tuple[int, RecordHeader]]:
         """Yield the valid record headers that are in their own slot."""
         try:
@@ -175,7 +175,7 @@ class _Check:
 
     def _record(
         self,
-        result: Agreement,
+        result: ConsistencyReport,
         info: SetInfo | None,
         header: RecordHeader,
         place: tuple[str, str, int],
@@ -198,12 +198,12 @@ class _Check:
         else:
             self._note(result, Finding(*place, "no segment set of the index"))
 
-    def _note(self, result: Agreement, what: Finding) -> None:
+    def _note(self, result: ConsistencyReport, what: Finding) -> None:
         result.n_disagreements += 1
         if len(result.disagreements) < LISTED_MAX:
             result.disagreements.append(what)
 
-    def _add(self, result: Agreement) -> None:
+    def _add(self, result: ConsistencyReport) -> None:
         found = self._found
         found.records += result.records
         found.indexed += result.indexed

@@ -28,12 +28,12 @@ KEYS_AT_ONCE = 512  # keys looked up in one step; lookups of engines wait that l
 Progress = Callable[[int], None]
 
 
-class HeldUp(TierUnavailable):
+class LeaseLapsed(TierUnavailable):
     """Another process may have held the lease in between and swept the segments that were read."""
 
 
 @dataclass(slots=True)
-class TakenOut:
+class RemovedRecords:
     """Counts of removed index entries. gone: the record is not in its file any more, or another one is; bad: its bytes
     do not match the checksum, and it blocked another record of the chunk."""
 
@@ -41,8 +41,8 @@ class TakenOut:
     bad: int = 0
 
 
-class ReadBack:
-    """Reader of one process, which holds `lease`. taken_out: counts since `begin`. look_at_root: see Housekeeper.
+class SetRecovery:
+    """Reader of one process, which holds `lease`. taken_out: counts since `begin`. look_at_root: see Sweeper.
     disk_s: the time by the clock that files are dated with. may_be_away: files can be missing for a while, as on a
     brick that is down, or show old bytes."""
 
@@ -62,12 +62,12 @@ class ReadBack:
         self._look_at_root = look_at_root
         self._may_be_away = may_be_away
         self._good: set[tuple[bytes, Location]] = set()
-        self.taken_out = TakenOut()
+        self.taken_out = RemovedRecords()
 
     def begin(self) -> None:
         """Begin a sweep or rebuild: records verified earlier may be bad by now."""
         self._good.clear()
-        self.taken_out = TakenOut()
+        self.taken_out = RemovedRecords()
 
     def read_set(
         self,
@@ -93,7 +93,7 @@ class ReadBack:
                 left = [part for part in parts if part not in faults]
                 try:
                     return self._read_set(files, set_id, left, faults, progress, settled)
-                except HeldUp as fault:
+                except LeaseLapsed as fault:
                     if faults.keys().isdisjoint(left):
                         faults.update(dict.fromkeys(left, fault))
                         return 0
@@ -163,7 +163,7 @@ class ReadBack:
 
     def _check_held(self, lapses: int) -> None:
         if not self._lease.is_held_since(lapses):
-            raise HeldUp("another process may have swept the root while the set was read")
+            raise LeaseLapsed("another process may have swept the root while the set was read")
 
     def _make_way(self, files: SegmentFiles, missing: Sequence[NewRecord], progress: Callable[[], None]) -> None:
         """Remove bad records of these chunks from the index where they block records that were read, that is where they

@@ -24,7 +24,7 @@ from kvtier.eviction import pins_backup
 from kvtier.eviction.pins_backup import Restored
 from kvtier.eviction.set_removal import Remover
 from kvtier.index.base import Index, Location, SetInfo, slots_used, writer_lease
-from kvtier.maintenance.rebuild import HeldUp, ReadBack
+from kvtier.maintenance.rebuild import LeaseLapsed, SetRecovery
 from kvtier.maintenance.sweep_lease import Clock, SweepLease
 from kvtier.storage.filesystem import FreeSpace, Visibility, file_system_of
 from kvtier.storage.root import MODEL_FILE, NAMESPACE_FILE, namespace_folders, remove_leftovers
@@ -57,7 +57,7 @@ def is_to_be_rebuilt(index: Index, folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """Result of `Housekeeper.rebuild`. gone_records, bad_records: removed from the index, see rebuild.TakenOut.
+    """Result of `Sweeper.rebuild`. gone_records, bad_records: removed from the index, see rebuild.RemovedRecords.
     restored: pins and quotas that the index had lost."""
 
     segments: int
@@ -69,7 +69,7 @@ class Rebuilt:
     restored: Restored = Restored()
 
 
-class Housekeeper:
+class Sweeper:
     """Thread-safe as far as its index is. `folder`: `<root>/v2`, with one folder a namespace.
 
     look_at_root: called before the content of the folder, or a missing file, is trusted; raises TierUnavailable where
@@ -88,7 +88,7 @@ class Housekeeper:
         self.look_at_root: Callable[[], object] = lambda: None
         self._lease = SweepLease(index, owner, lambda: self.clock())
         self._may_be_away = file_system_of(folder).visibility is not Visibility.LOCAL
-        self._read_back = ReadBack(
+        self._recovery = SetRecovery(
             index, self._lease, lambda: self.clock(), self._disk_s, lambda: self.look_at_root(), self._may_be_away
         )
 
@@ -98,7 +98,7 @@ class Housekeeper:
         self.look_at_root()
         if not self._lease.take():
             return
-        self._read_back.begin()
+        self._recovery.begin()
         try:
             self._mend_sum()
             self._remover.finish(self.clock())
@@ -215,7 +215,7 @@ class Housekeeper:
         self.look_at_root()
         if not self._lease.take():
             return None
-        self._read_back.begin()
+        self._recovery.begin()
         try:
             return self._rebuild(progress)
         finally:
@@ -230,22 +230,22 @@ class Housekeeper:
         sets = [(files, *found) for files in self._namespaces() for found in reversed(files.sets())]
         total, now_s = sum(len(parts) for _, _, parts in sets), self._disk_s()
         unreadable: list[str] = []
-        seen, records, was_held_up = 0, 0, False
+        seen, records, has_lapsed = 0, 0, False
         for files, set_id, parts in sets:
             faults: dict[int, KVTierError] = {}
             tell = partial(lambda before, n_read: progress(before + n_read, total), seen)
             # A writer that is refused a record cuts its file: not one that was last written so long ago.
             settled = [part for part in parts if files.age_s(set_id, part, now_s) >= ORPHAN_GRACE_S]
-            records += self._read_back.read_set(files, set_id, parts, faults, tell, settled)
+            records += self._recovery.read_set(files, set_id, parts, faults, tell, settled)
             seen += len(parts)
             for part, fault in faults.items():
-                was_held_up = was_held_up or isinstance(fault, HeldUp)
+                has_lapsed = has_lapsed or isinstance(fault, LeaseLapsed)
                 if not isinstance(fault, NeverBegun):  # it is swept with its set
                     unreadable.append(f"{files.folder.name}/{segment_name(set_id, part)}: {fault}")
-        if was_held_up:
+        if has_lapsed:
             return None
         progress(total, total)
-        taken_out = self._read_back.taken_out
+        taken_out = self._recovery.taken_out
         removed_sets = self._remove_lost()
         self._note_time(REBUILT_NOTE)
         return Rebuilt(total, records, tuple(unreadable), removed_sets, taken_out.gone, taken_out.bad, restored)
@@ -300,7 +300,7 @@ class Housekeeper:
         members = self._members_if_closed(info)
         if not members and self._index.without_list([info.set_id]):
             files = SegmentFiles(self._folder / info.namespace.hex(), direct=False)
-            taken = self._read_back.read_set(files, info.set_id, sorted(sizes), {})
+            taken = self._recovery.read_set(files, info.set_id, sorted(sizes), {})
             log.info("segment set %016x had lost its list in the index: %d records were read back", info.set_id, taken)
             members = self._members_if_closed(info)
         if not members and not info.is_open and self._may_come(info):
@@ -343,7 +343,7 @@ class Housekeeper:
         if not returned:
             return
         faults: dict[int, KVTierError] = {}
-        taken = self._read_back.read_set(files, info.set_id, sorted(sizes), faults, settled=returned)
+        taken = self._recovery.read_set(files, info.set_id, sorted(sizes), faults, settled=returned)
         if taken:
             log.info(
                 "segment set %016x: %d records of a file that had been away were added to the index", info.set_id, taken
@@ -386,7 +386,7 @@ class Housekeeper:
             if set_id in known or min(files.age_s(set_id, part, now_s) for part in parts) < ORPHAN_GRACE_S:
                 continue
             faults: dict[int, KVTierError] = {}
-            taken = self._read_back.read_set(files, set_id, parts, faults)
+            taken = self._recovery.read_set(files, set_id, parts, faults)
             if taken:
                 log.info("segment set %016x was in no index: %d records were added", set_id, taken)
             for part, fault in faults.items():

@@ -1,8 +1,8 @@
-"""Keeper: background thread of the scheduler process, for everything that may wait for the index or the storage.
+"""Keeper: background thread of the scheduler process, for all duties that may wait for the index or the storage.
 
 It renews the engine's lease, creates and registers segment sets before they are needed (and evicts others when the root
 is full), closes full sets, records which sets were used, reads the root's limits and runs garbage collection. `tick`
-does what is due.
+carries out the duties that are due.
 """
 
 import logging
@@ -24,30 +24,30 @@ from kvtier.format.record import new_set_id
 from kvtier.index import entry as entries
 from kvtier.index.base import Index, SetInfo, Use, writer_lease
 from kvtier.maintenance.sweep_schedule import SweepTurns
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
 from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.runtime.threads import Ticker, run_within
 from kvtier.runtime.units import size
 from kvtier.scheduler.engine_report import NOTE_PREFIX, About, Reporter
-from kvtier.scheduler.segment_allocator import SetSupply, Supplies
+from kvtier.scheduler.segment_allocator import SlotAllocator, SlotAllocators
 
 log = logging.getLogger("kvtier")
 
 T = TypeVar("T")
 
-# Loads that are not yet recorded in the index. The oldest one is dropped for a further one; at worst its set is
-# evicted too soon.
+# Limit of the loads that wait to be recorded in the index. Beyond it the oldest is dropped: at worst its set is evicted
+# too soon.
 RECENT_LOADS_MAX = 4096
 TICK_INTERVAL_S = 0.5  # interval between two ticks, seconds
 SPARES_MAX = 8  # empty segment sets kept ready
 LIMITS_INTERVAL_S = 5.0  # interval between two reads of the root's limits, seconds
-# A clock that goes back by more seconds was set by hand. Duties planned by the old time would not be due for that long,
-# and other nodes would take this engine for dead.
+# A clock that goes back by more than this was set by hand, seconds. Duties that were planned by the old time would come
+# due too late, and other nodes would take this engine for dead.
 SET_BACK_S = 5.0
 CLOSE_TIMEOUT_S = 5.0  # time that the end of an engine waits for the last tick, seconds
-FIRST_TICK_TIMEOUT_S = 1.0  # time that a start waits for the first sets, seconds; KV computed earlier is not saved
+FIRST_TICK_TIMEOUT_S = 1.0  # longest wait of a start for the first sets, seconds; without a set no KV is saved
 PRIVATE_EPOCH = "private-"  # prefix of the epoch of a namespace that only one running engine uses
 
 
@@ -102,8 +102,8 @@ class _Due:
 
 @dataclass(slots=True)
 class _Space:
-    """State of the disk. was_refused, has_saved: a save was refused, or succeeded, since the last tick. refused_bytes:
-    capacity, by the disk too, when a set could not be created; None if none is refused."""
+    """State of the disk. was_refused, has_saved: a save met a full disk, or succeeded, since the last tick.
+    refused_bytes: capacity at the time when a set could not be created; None: none was refused since."""
 
     room: Room
     was_refused: bool = False
@@ -112,10 +112,10 @@ class _Space:
 
 
 @dataclass(slots=True)
-class _DoneWith:
-    """Changes that the index has not taken yet; each id is removed once its change is in the index."""
+class _Pending:
+    """Changes that are not in the index yet. An id is removed once its change is there."""
 
-    epochs: deque[tuple[Namespace, Supplies]] = field(default_factory=deque)
+    epochs: deque[tuple[Namespace, SlotAllocators]] = field(default_factory=deque)
     to_trim: deque[int] = field(default_factory=deque)
     to_close: deque[int] = field(default_factory=deque)
     to_drop: deque[int] = field(default_factory=deque)
@@ -125,7 +125,7 @@ class _DoneWith:
 class Keeper:
     """`tick` and `close` are called from one thread at a time; the rest from any, and they never wait.
 
-    The clock is the housekeeper's; `rng` draws set ids and the names of private epochs (I6).
+    The clock is the sweeper's; `rng` draws set ids and the names of private epochs (I6).
     """
 
     def __init__(
@@ -133,25 +133,25 @@ class Keeper:
         namespace: Namespace,
         plan: KeeperPlan,
         index: Index,
-        housekeeper: Housekeeper,
+        sweeper: Sweeper,
         evictor: Evictor,
         rng: random.Random,
     ) -> None:
         self.metrics = Metrics()
-        self.reporter = Reporter(plan.owner, plan.about, self.metrics, housekeeper.clock)
-        self._epoch = (namespace, Supplies(plan.slots, plan.spares(plan.capacity_bytes)))
+        self.reporter = Reporter(plan.owner, plan.about, self.metrics, sweeper.clock)
+        self._epoch = (namespace, SlotAllocators(plan.slots, plan.spares(plan.capacity_bytes)))
         self._plan = plan
         self._index = index
-        self._housekeeper = housekeeper
-        housekeeper.look_at_root = lambda: plan.make_folder(self._epoch[0])
+        self._sweeper = sweeper
+        sweeper.look_at_root = lambda: plan.make_folder(self._epoch[0])
         self._evictor = evictor
         self._rng = rng
         self._ticker: Ticker | None = None
         self._has_ticked = threading.Event()
         self._is_leaving = False
         self._recent: deque[tuple[float, frozenset[int]]] = deque(maxlen=RECENT_LOADS_MAX)
-        self._done_with = _DoneWith()
-        self._due = _Due(SweepTurns(plan.owner), RepeatedLog(housekeeper.clock))
+        self._pending = _Pending()
+        self._due = _Due(SweepTurns(plan.owner), RepeatedLog(sweeper.clock))
         self._space = _Space(Room(plan.reclaim_s))
 
     def start(self) -> None:
@@ -164,16 +164,16 @@ class Keeper:
 
     def refill(self) -> None:
         """Wake the thread if it has to make sets ready in place of those that were taken."""
-        if self._ticker is not None and self.supplies.want_sets(self._housekeeper.clock()):
+        if self._ticker is not None and self.allocators.want_sets(self._sweeper.clock()):
             self._ticker.wake()
 
     def book_load(self, load: Sequence[bytes], now_s: float) -> None:
         """Note a load of these index entries. A later tick records in the index that their sets were used."""
-        with suppress(Corrupt):  # the worker finds out
+        with suppress(Corrupt):  # the worker's load of a damaged entry fails and retracts it
             self._recent.append((now_s, frozenset(map(entries.first_set, load))))
 
     def report_full_disk(self) -> None:
-        """Note that a save met a full disk or quota, or found no inode."""
+        """Note that a save met a full disk or quota, or a file system without a free inode."""
         self._space.was_refused = True
 
     def report_saved(self) -> None:
@@ -182,11 +182,11 @@ class Keeper:
 
     def tick(self) -> None:
         """Carry out the duties that are due. A duty that fails is logged and tried again; the others go on."""
-        now = self._housekeeper.clock()
+        now = self._sweeper.clock()
         if now < self._due.looked_s - SET_BACK_S:
-            self._due = _Due(SweepTurns(self._plan.owner), RepeatedLog(self._housekeeper.clock))
-            for supply in self.supplies.all():
-                supply.backoff.clear()
+            self._due = _Due(SweepTurns(self._plan.owner), RepeatedLog(self._sweeper.clock))
+            for allocator in self.allocators.all():
+                allocator.backoff.clear()
         self._due.looked_s = now
         for duty in (
             self._renew_lease,
@@ -198,10 +198,10 @@ class Keeper:
             self._sweep,
             self._keep_limits,
         ):
-            if self._is_leaving:  # close() waits for this tick, or did so for long enough
+            if self._is_leaving:  # `close` waits for this tick, or has given up waiting
                 return
             try:
-                duty(self._housekeeper.clock())  # the duties before it may have taken minutes
+                duty(self._sweeper.clock())  # the duties before it may have taken minutes
             except (KVTierError, OSError) as fault:
                 self.metrics.add(names.INDEX_ERRORS)
                 name = duty.__name__.strip("_").replace("_", " ")
@@ -217,15 +217,15 @@ class Keeper:
         return self._index
 
     @property
-    def supplies(self) -> Supplies:
+    def allocators(self) -> SlotAllocators:
         return self._epoch[1]
 
     def begin_epoch(self) -> bytes:
-        """Switch to a new namespace that no other engine has. Return its id."""
+        """Switch to a new namespace that no other engine uses. Return its id."""
         left = self._epoch
         namespace = replace(left[0], epoch=f"{PRIVATE_EPOCH}{self._rng.getrandbits(64):016x}")
-        self._epoch = (namespace, Supplies(self._plan.slots, self._plan.spares(self._plan.capacity_bytes)))
-        self._done_with.epochs.append(left)  # at once, so that no further set is created for it
+        self._epoch = (namespace, SlotAllocators(self._plan.slots, self._plan.spares(self._plan.capacity_bytes)))
+        self._pending.epochs.append(left)  # at once, so that no further set is created for it
         self.refill()
         return namespace.id
 
@@ -248,13 +248,13 @@ class Keeper:
             )
 
     def _leave(self) -> None:
-        self._done_with.epochs.append(self._epoch)
+        self._pending.epochs.append(self._epoch)
         try:
             self._record_uses_now()
-            self._close_sets(self._housekeeper.clock())
+            self._close_sets(self._sweeper.clock())
             self._index.release_lease(writer_lease(self._plan.owner), self._plan.owner)
             self._index.drop_note(NOTE_PREFIX + self._plan.owner)
-            self._plan.on_renewal(self._housekeeper.clock())
+            self._plan.on_renewal(self._sweeper.clock())
         except (KVTierError, OSError) as fault:
             log.warning("the index was not told that this engine ends, so its lease is left to expire: %s", fault)
 
@@ -272,8 +272,8 @@ class Keeper:
             self._leave_lost_sets()
 
     def _check_lease(self, now: float) -> None:
-        """Have the index rebuilt if it forgot that this engine's lease was renewed, and with it the records since then:
-        a Redis that started from an old snapshot. Close the sets that are open again in it."""
+        """Request a rebuild if the index has lost this engine's last lease renewal, and so the records since then, as a
+        Redis that started from an old snapshot. Close the sets that are open again in such an index."""
         plan, renewed_s = self._plan, self._due.renewed_s
         if not 0.0 <= now - renewed_s < math.inf:  # the first one, or the clock was set back
             return
@@ -281,19 +281,19 @@ class Keeper:
         if self._index.lease_owner(writer_lease(plan.owner), until_s) == plan.owner:
             return
         opened = {info.set_id for info in self._index.sets() if info.is_open and info.owner == plan.owner}
-        self._done_with.to_close += opened - self.supplies.set_ids()
-        if not self._index.was_reset and self._housekeeper.rebuilt_s() < renewed_s:
+        self._pending.to_close += opened - self.allocators.set_ids()
+        if not self._index.was_reset and self._sweeper.rebuilt_s() < renewed_s:
             log.warning("the index went back to an earlier state: it is rebuilt from the segments")
             self._index.doubt()
 
     def _leave_lost_sets(self) -> None:
         """Stop using sets that the index does not list as this engine's, because it would refuse their records. Others
         take over a writer's open sets when its lease has expired, and a lost index lists none."""
-        held = self.supplies.set_ids()
+        held = self.allocators.set_ids()
         ours = {info.set_id for info in self._index.some_sets(held) if info.owner == self._plan.owner}
         without_list = self._index.without_list(ours)
-        self._done_with.to_close += without_list  # a sweep reads their records back
-        lost = self.supplies.forget(held - ours | without_list)
+        self._pending.to_close += without_list  # a sweep reads their records back
+        lost = self.allocators.forget(held - ours | without_list)
         if lost:
             log.warning("%d segment sets of this engine are no longer its own; it goes on in new ones", lost)
 
@@ -301,7 +301,7 @@ class Keeper:
         loss = self._index.loss()
         if loss is not None:
             self._due.renew_s = 0.0  # the lease is lost with the index
-            rebuilt = self._housekeeper.rebuild(lambda done, total: self._renew_lease(self._housekeeper.clock()))
+            rebuilt = self._sweeper.rebuild(lambda done, total: self._renew_lease(self._sweeper.clock()))
             if rebuilt is None:
                 return  # another engine rebuilds the index, or may have done so in between
             self._index.rebuilt(loss)
@@ -316,22 +316,22 @@ class Keeper:
     def _close_sets(self, now: float) -> None:
         """Close full sets, those of idle tenants, and all sets of earlier epochs. Each stays listed until the index has
         the change."""
-        self._done_with.to_close += self.supplies.take_settled(now)
-        answered, used, unused = self.supplies.leave_idle(now)
-        self._done_with.to_trim += answered
-        self._done_with.to_close += used
-        self._done_with.to_drop += unused
-        while self._done_with.epochs:
-            namespace, supplies = self._done_with.epochs.popleft()
-            used, unused = supplies.abandon()
-            self._done_with.to_close += used
-            self._done_with.to_drop += unused
+        self._pending.to_close += self.allocators.take_settled(now)
+        answered, used, unused = self.allocators.leave_idle(now)
+        self._pending.to_trim += answered
+        self._pending.to_close += used
+        self._pending.to_drop += unused
+        while self._pending.epochs:
+            namespace, allocators = self._pending.epochs.popleft()
+            used, unused = allocators.abandon()
+            self._pending.to_close += used
+            self._pending.to_drop += unused
             if namespace.epoch.startswith(PRIVATE_EPOCH):
-                self._done_with.to_erase.append(namespace.id)
-        _settle(self._done_with.to_trim, self._housekeeper.close_early)
-        _settle(self._done_with.to_close, self._housekeeper.close_set)
-        _settle(self._done_with.to_drop, self._index.remove_set)
-        _settle(self._done_with.to_erase, self._housekeeper.erase_namespace)  # private: no lookup can name it again
+                self._pending.to_erase.append(namespace.id)
+        _settle(self._pending.to_trim, self._sweeper.close_early)
+        _settle(self._pending.to_close, self._sweeper.close_set)
+        _settle(self._pending.to_drop, self._index.remove_set)
+        _settle(self._pending.to_erase, self._sweeper.erase_namespace)  # private: no lookup can name it again
 
     def _record_uses(self, now: float) -> None:
         if now >= self._due.touch_s:
@@ -339,7 +339,7 @@ class Keeper:
             self._record_uses_now()
 
     def _limit_to_disk(self, now: float) -> None:
-        """Lower the limit of all sets to what the disk had room for when it refused a save, and evict down to it. Raise
+        """Lower the limit of all sets to the room that the disk had when it refused a save, and evict down to it. Raise
         the limit if saves wrote more than that."""
         was_refused, has_saved = self._space.was_refused, self._space.has_saved
         self._space.was_refused = self._space.has_saved = False
@@ -348,7 +348,7 @@ class Keeper:
             room.worked(now, 0 if room.limit_bytes is None else self._written_bytes(), set_bytes)
         if not was_refused or self._index.was_reset:
             return
-        is_first, space = room.limit_bytes is None, self._housekeeper.free_space()
+        is_first, space = room.limit_bytes is None, self._sweeper.free_space()
         if not room.refused(now, self._written_bytes(), space.for_sets(set_bytes, self._plan.set_files), set_bytes):
             return
         if is_first:
@@ -365,43 +365,43 @@ class Keeper:
             self._due.sweep.want()
 
     def _make_sets(self, now: float) -> None:
-        """Make sets for each tenant in use; when one of them is at its quota, the others go on."""
-        namespace, supplies = self._epoch
-        if not any(supply.wants_set() for supply in supplies.all()):
+        """Make sets for each tenant in use. A tenant at its quota does not keep others from getting sets."""
+        namespace, allocators = self._epoch
+        if not any(allocator.wants_set() for allocator in allocators.all()):
             return
-        # A lost index lists only some of the sets until it is rebuilt. By their sum there is always room, and the
-        # evictor would remove the newest sets, because they are read back first.
+        # A lost index lists only some of the sets until it is rebuilt. Their sum is too small, so there always seems to
+        # be room; and eviction would remove the newest sets, because the rebuild reads those first.
         if self._index.was_reset:
-            for supply in supplies.all():
-                supply.backoff.pause(now, TICK_INTERVAL_S)
+            for allocator in allocators.all():
+                allocator.backoff.pause(now, TICK_INTERVAL_S)
             text = "the index was lost: nothing is saved until an engine has read all segments back into it"
             self._due.log.line(logging.INFO, "make sets lost index", text)
             return
         if self._plan.reclaim_s:
-            free_bytes = self._housekeeper.free_space().for_sets(self._plan.set_bytes, self._plan.set_files)
+            free_bytes = self._sweeper.free_space().for_sets(self._plan.set_bytes, self._plan.set_files)
             if self._space.room.is_waiting(now, free_bytes):
                 return
         if self._space.refused_bytes is not None:
-            if not any(supply.backoff.is_resting(now) for supply in supplies.all()):
+            if not any(allocator.backoff.is_resting(now) for allocator in allocators.all()):
                 self._space.refused_bytes = None
             elif self._capacity_bytes(now) >= self._space.refused_bytes + self._plan.set_bytes:
                 self._space.refused_bytes = None
-                for supply in supplies.all():
-                    supply.backoff.clear()
-        for supply in supplies.all():
-            while supply.wants_set() and not supply.backoff.is_resting(now):
-                if not self._make_set(namespace, supply, now):
+                for allocator in allocators.all():
+                    allocator.backoff.clear()
+        for allocator in allocators.all():
+            while allocator.wants_set() and not allocator.backoff.is_resting(now):
+                if not self._make_set(namespace, allocator, now):
                     break
 
-    def _make_set(self, namespace: Namespace, supply: SetSupply, now: float) -> bool:
-        """Make room for a set and register it. Return True if it was offered to `supply`.
+    def _make_set(self, namespace: Namespace, allocator: SlotAllocator, now: float) -> bool:
+        """Make room for a set and register it. Return True if it was offered to `allocator`.
 
-        Another engine may have taken the same room since, or the index may have been lost, so the limits are checked
-        once more, and a set that exceeds them is removed. Until then the index's sum may exceed a limit by one set. The
-        files do not, because nothing is written into a set before it is offered.
+        Another engine may have taken the same room, or the index may have been lost, so the limits are checked again,
+        and a set that exceeds them is removed. Until then the sizes in the index may exceed a limit by one set. The
+        files do not exceed it, because a set has no files before it is offered.
         """
         capacity_bytes = self._capacity_bytes(now)
-        need = Need(self._plan.set_bytes, namespace.id, supply.tenant)
+        need = Need(self._plan.set_bytes, namespace.id, allocator.tenant)
         self._record_uses_now()  # or the eviction might take a set that a load was planned from a moment ago
         evicted = self._evictor.make_room(need, capacity_bytes)
         self._note_evicted()
@@ -409,7 +409,7 @@ class Keeper:
         is_lost, added = set_id is not None and self._index.was_reset, replace(need, n_bytes=0)
         if set_id is not None and (is_lost or not self._evictor.fits(added, capacity_bytes)):
             self._index.remove_set(set_id)
-            self._done_with.to_drop.remove(set_id)
+            self._pending.to_drop.remove(set_id)
             set_id = None
         if is_lost:
             return False
@@ -418,36 +418,36 @@ class Keeper:
         if set_id is None:
             self._space.refused_bytes = capacity_bytes
             self._due.sweep.want()  # the open sets of dead writers may fill the root; only a sweep closes them
-            pause_s, full = supply.backoff.refused(now), self._plan.capacity_bytes
+            pause_s, full = allocator.backoff.refused(now), self._plan.capacity_bytes
             why = self._evictor.why_no_room(need, capacity_bytes, full)
             self._due.log.warning(
-                f"no room {supply.tenant}",
+                f"no room {allocator.tenant}",
                 "no room for another segment set: %s; saving pauses for %.0f s",
                 why,
                 pause_s,
             )
             return False
-        supply.backoff.worked()
-        self._done_with.to_drop.remove(set_id)
-        supply.offer(set_id)
+        allocator.backoff.worked()
+        self._pending.to_drop.remove(set_id)
+        allocator.offer(set_id)
         return True
 
     def _capacity_bytes(self, now: float) -> int:
-        """Return the configured capacity, or less where the disk has no room for that beside its reserve."""
+        """Return the configured capacity, or less if the disk has no room for that beside capacity.reserve_bytes."""
         plan = self._plan
-        free_bytes = self._housekeeper.free_space().for_sets(plan.set_bytes, plan.set_files)
+        free_bytes = self._sweeper.free_space().for_sets(plan.set_bytes, plan.set_files)
         free_bytes = max(0, free_bytes - self._evictor.rules.reserve_bytes)
-        self._space.room.overbooked(self._housekeeper.take_overbooked())
+        self._space.room.overbooked(self._sweeper.take_overbooked())
         room_bytes = self._space.room.bytes_for_sets(now, self._written_bytes(), free_bytes, plan.set_bytes)
         capacity_bytes = min(plan.capacity_bytes, room_bytes)
         # With a smaller capacity, fewer sets are kept ready. Surplus ones are removed before sets with records are.
-        self._done_with.to_drop += self.supplies.bound_spares(plan.spares(capacity_bytes))
-        _settle(self._done_with.to_drop, self._index.remove_set)
+        self._pending.to_drop += self.allocators.bound_spares(plan.spares(capacity_bytes))
+        _settle(self._pending.to_drop, self._index.remove_set)
         return capacity_bytes
 
     def _written_bytes(self) -> int:
         """Return the bytes of all sets, without those of this engine that have no files yet."""
-        return self._index.counts().n_bytes - self.supplies.n_unused * self._plan.set_bytes
+        return self._index.counts().n_bytes - self.allocators.n_unused * self._plan.set_bytes
 
     def _keep_limits(self, now: float) -> None:
         if now >= self._due.limits_s and not self._index.was_reset:
@@ -458,9 +458,9 @@ class Keeper:
     def _sweep(self, now: float) -> None:
         if not self._due.sweep.is_due(now) or self._index.was_reset:
             return
-        if self._due.sweep.takes(now, self._housekeeper.swept_s()):
-            self._due.limits_s = 0.0  # a sweep counts what it finds
-            self._housekeeper.sweep()
+        if self._due.sweep.takes(now, self._sweeper.swept_s()):
+            self._due.limits_s = 0.0  # a sweep may add sets, or find them larger
+            self._sweeper.sweep()
 
     def _note_evicted(self) -> None:
         n_bytes = self._evictor.take_evicted()
@@ -470,17 +470,17 @@ class Keeper:
     def _add_set(self, need: Need, namespace: Namespace, now: float) -> int | None:
         """Register a new set and return its id; None when the id is taken.
 
-        The set is listed in `to_drop` until its registration is confirmed: it may be registered although the answer was
-        lost, and no other engine removes a set of a living one.
+        The set is in `to_drop` until its registration is confirmed: it may be registered although the answer was lost,
+        and no other engine removes a set of a living engine.
         """
         self._plan.make_folder(namespace)
         created_ms = int(self._index.shared_s(now) * 1000)
         set_id = new_set_id(created_ms, self._plan.stripes, self._rng.getrandbits(16))
         info = SetInfo(set_id, namespace.id, self._plan.owner, need.n_bytes, now, now, tenant=need.tenant)
-        self._done_with.to_drop.append(set_id)
+        self._pending.to_drop.append(set_id)
         if self._index.create_set(info):
             return set_id
-        self._done_with.to_drop.remove(set_id)  # another's
+        self._pending.to_drop.remove(set_id)  # the id is of another engine's set
         return None
 
     def _record_uses_now(self) -> None:

@@ -55,7 +55,7 @@ def unpack(note: bytes) -> Costs:
     return Costs(prefill, LoadCost(fixed, token))
 
 
-class KeptCosts:
+class CostHistory:
     """Record of costs in the index. One thread calls `refresh`, which waits for the index. Any thread may use the
     attributes.
 

@@ -244,7 +244,7 @@ class Reporter:
             self._count_loads()
 
     def saw_prefill(self, token_s: float) -> None:
-        """Record a prefill. token_s: time to compute a token by the last ones (BreakEven.saw_step), seconds."""
+        """Record a prefill. token_s: time to compute a token by the last ones (LoadThreshold.saw_step), seconds."""
         with self._lock:
             self._seen.prefill_token_s = token_s
             self._count_loads()

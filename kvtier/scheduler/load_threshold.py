@@ -107,7 +107,7 @@ class RecentMedian:
         return median_low(self._recent)
 
 
-class BreakEven:
+class LoadThreshold:
     """Shortest hit that is loaded, by the costs of loads and prefills. Thread-safe.
 
     calibrated: cost of loads on an idle machine; clock: seconds.
@@ -198,7 +198,7 @@ class BreakEven:
         return LoadCost(max(0.0, prior.fixed_s + kept * x * fixed), max(0.0, prior.token_s + kept * z * token))
 
 
-class FixedLimit(BreakEven):
+class FixedThreshold(LoadThreshold):
     """Configured number of tokens; measured costs do not change it."""
 
     is_measured = False

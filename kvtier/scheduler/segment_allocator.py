@@ -1,5 +1,5 @@
-"""SetSupply: allocator of slots in segment sets for saved chunks. Pure bookkeeping under one lock. Supplies: one
-allocator for each tenant in use.
+"""SlotAllocator: takes slots of segment sets for the chunks of one tenant. SlotAllocators: those of all tenants in use.
+Pure bookkeeping under one lock.
 
 The scheduler's thread takes slots; the keeper's thread adds new sets and closes full ones. Taking a slot never waits:
 without a ready set, the chunk is not saved.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kvtier.runtime.backoff import Backoff
 
 SET_SETTLE_S = 60.0  # time after which a full set is closed although answers of its saves are missing, seconds
-SET_COMES_S = 2.0  # longest wait of chunks for a new set after the first one that found none, seconds
+SET_COMES_S = 2.0  # longest wait of chunks for a new set, from the first chunk that found none, seconds
 TENANT_IDLE_S = 120.0  # time without a chunk after which a tenant's open sets are closed, seconds
 
 
@@ -27,9 +27,9 @@ class _Set:
     full_since_s: float = 0.0
 
 
-class SetSupply:
-    """Allocator of one tenant: one set is being filled and up to `spares_max` are ready, because a long prompt may
-    fill several in one step. used_s: time at which a chunk was last planned. backoff: pause after a set could not be
+class SlotAllocator:
+    """Allocator of one tenant. It fills one set and keeps up to `spares_max` sets ready, because a long prompt may fill
+    several in one step. used_s: time at which a chunk was last planned. backoff: pause after a set could not be
     created."""
 
     def __init__(self, slots: int, spares_max: int, tenant: str = "") -> None:
@@ -44,8 +44,8 @@ class SetSupply:
         self._missed_s: float | None = None
 
     def is_coming(self, now_s: float) -> bool:
-        """Return True if no set is ready but one is expected within SET_COMES_S of the first such call, so that chunks
-        which can wait should do so."""
+        """Return True if no set is ready but one is expected within SET_COMES_S of the first such call: then chunks
+        that can wait should wait."""
         with self._lock:
             if self._current is not None or self._ready() is not None:
                 return False
@@ -80,8 +80,8 @@ class SetSupply:
     def wants_set(self) -> bool:
         """Return True if another set should be made ready.
 
-        The last one is only wanted once half of the current set is taken, so that an engine that saves little holds
-        little of the capacity.
+        The last spare set is wanted only once half of the current set is taken, so that an engine that saves little
+        holds little of the capacity.
         """
         with self._lock:
             current = self._current
@@ -96,7 +96,7 @@ class SetSupply:
 
     @property
     def n_pending(self) -> int:
-        """Count the chunks that took a slot and were not answered yet, of sets that are not settled."""
+        """Count the chunks of unsettled sets that took a slot and have no answer yet."""
         with self._lock:
             return sum(one.pending for one in self._sets.values())
 
@@ -116,7 +116,7 @@ class SetSupply:
                     of.returned.append(slot)
 
     def take_settled(self, now_s: float) -> list[int]:
-        """Forget the full sets that get no further records, and return their ids; the caller closes them."""
+        """Forget the full sets that get no further records. Return their ids: the caller closes them."""
         with self._lock:
             full = [one for one in self._sets.values() if self._is_full(one)]
             settled = [one.set_id for one in full if one.pending <= 0 or now_s - one.full_since_s >= SET_SETTLE_S]
@@ -139,7 +139,7 @@ class SetSupply:
             return surplus
 
     def forget(self, lost: Collection[int]) -> int:
-        """Stop using these sets, which are lost or taken over by other engines. Return how many of them were in use."""
+        """Stop using these sets, which the index lost or others took over. Return how many of them were in use."""
         with self._lock:
             if self._current is not None and self._current.set_id in lost:
                 self._current = None
@@ -152,58 +152,57 @@ class SetSupply:
             return [one.set_id for one in sets if one.taken], [one.set_id for one in sets if not one.taken]
 
 
-class Supplies:
+class SlotAllocators:
     """Allocators of one namespace: `common` for chunks without a tenant, and one for each tenant in use, because a set
-    holds the chunks of one tenant only. There are at most as many tenants as labels in the settings. The allocators of
-    idle tenants are dropped."""
+    has chunks of one tenant only. The settings limit the number of tenants. Allocators of idle tenants are dropped."""
 
     def __init__(self, slots: int, spares_max: int) -> None:
         self.slots = slots
-        self.common = SetSupply(slots, spares_max)
+        self.common = SlotAllocator(slots, spares_max)
         self._spares_max = max(1, spares_max // 4)
         self._lock = threading.Lock()
         self._by_tenant = {"": self.common}
 
-    def of(self, tenant: str, now_s: float) -> SetSupply:
+    def of(self, tenant: str, now_s: float) -> SlotAllocator:
         """Return the allocator of a tenant ("": `common`), and mark it used."""
         with self._lock:
-            supply = self._by_tenant.get(tenant)
-            if supply is None:
-                supply = self._by_tenant[tenant] = SetSupply(self.slots, self._spares_max, tenant)
-            supply.used_s = now_s
-            return supply
+            allocator = self._by_tenant.get(tenant)
+            if allocator is None:
+                allocator = self._by_tenant[tenant] = SlotAllocator(self.slots, self._spares_max, tenant)
+            allocator.used_s = now_s
+            return allocator
 
-    def all(self) -> list[SetSupply]:
+    def all(self) -> list[SlotAllocator]:
         with self._lock:
             return list(self._by_tenant.values())
 
     def want_sets(self, now_s: float) -> bool:
-        return any(supply.wants_set() and not supply.backoff.is_resting(now_s) for supply in self.all())
+        return any(allocator.wants_set() and not allocator.backoff.is_resting(now_s) for allocator in self.all())
 
     @property
     def n_unused(self) -> int:
-        return sum(supply.n_unused for supply in self.all())
+        return sum(allocator.n_unused for allocator in self.all())
 
     def answered(self, tenant: str, set_id: int, slot: int, is_blank: bool) -> None:
-        """See SetSupply. Nothing changes if the tenant's allocator was dropped since."""
-        supply = self._by_tenant.get(tenant)
-        if supply is not None:
-            supply.answered(set_id, slot, is_blank)
+        """Note that a save has ended: see SlotAllocator. Do nothing if the tenant's allocator was dropped since."""
+        allocator = self._by_tenant.get(tenant)
+        if allocator is not None:
+            allocator.answered(set_id, slot, is_blank)
 
     def take_settled(self, now_s: float) -> list[int]:
         settled = []
-        for supply in self.all():
-            ids = supply.take_settled(now_s)
+        for allocator in self.all():
+            ids = allocator.take_settled(now_s)
             if ids:
-                supply.backoff.clear()  # once closed, these sets may be evicted to make room
+                allocator.backoff.clear()  # once closed, these sets may be evicted to make room
             settled += ids
         return settled
 
     def set_ids(self) -> set[int]:
-        return {set_id for supply in self.all() for set_id in supply.set_ids()}
+        return {set_id for allocator in self.all() for set_id in allocator.set_ids()}
 
     def forget(self, lost: Collection[int]) -> int:
-        return sum(supply.forget(lost) for supply in self.all())
+        return sum(allocator.forget(lost) for allocator in self.all())
 
     def bound_spares(self, spares_max: int) -> list[int]:
         """Keep at most `spares_max` sets ready without a tenant, and a quarter of that for each tenant. Forget the
@@ -212,37 +211,37 @@ class Supplies:
             self._spares_max = max(1, spares_max // 4)
         return [
             set_id
-            for supply in self.all()
-            for set_id in supply.bound_spares(self._spares_max if supply.tenant else spares_max)
+            for allocator in self.all()
+            for set_id in allocator.bound_spares(self._spares_max if allocator.tenant else spares_max)
         ]
 
     def leave_idle(self, now_s: float) -> tuple[list[int], list[int], list[int]]:
-        """Drop the allocators of tenants without a chunk for TENANT_IDLE_S; SET_SETTLE_S later if answers are missing.
-
-        Return the ids of (used sets of tenants without missing answers, used sets of the others, unused sets).
+        """Drop the allocators of tenants without a chunk for TENANT_IDLE_S, or SET_SETTLE_S longer if answers are
+        missing. Return the ids of (used sets of tenants without missing answers, used sets of the others, unused sets).
         """
         with self._lock:
             idle = [
-                supply
-                for supply in self._by_tenant.values()
-                if supply.tenant and now_s - supply.used_s >= TENANT_IDLE_S + (SET_SETTLE_S if supply.n_pending else 0)
+                allocator
+                for allocator in self._by_tenant.values()
+                if allocator.tenant
+                and now_s - allocator.used_s >= TENANT_IDLE_S + (SET_SETTLE_S if allocator.n_pending else 0)
             ]
-            for supply in idle:
-                del self._by_tenant[supply.tenant]
-        busy = {supply.tenant for supply in idle if supply.n_pending}  # read once: an answer may come in between
-        answered, unused = _abandoned([supply for supply in idle if supply.tenant not in busy])
-        others, unused_too = _abandoned([supply for supply in idle if supply.tenant in busy])
+            for allocator in idle:
+                del self._by_tenant[allocator.tenant]
+        busy = {one.tenant for one in idle if one.n_pending}  # read once: an answer may come in between
+        answered, unused = _abandoned([one for one in idle if one.tenant not in busy])
+        others, unused_too = _abandoned([one for one in idle if one.tenant in busy])
         return answered, others, unused + unused_too
 
     def abandon(self) -> tuple[list[int], list[int]]:
         return _abandoned(self.all())
 
 
-def _abandoned(supplies: list[SetSupply]) -> tuple[list[int], list[int]]:
+def _abandoned(allocators: list[SlotAllocator]) -> tuple[list[int], list[int]]:
     used: list[int] = []
     unused: list[int] = []
-    for supply in supplies:
-        ids = supply.abandon()
+    for allocator in allocators:
+        ids = allocator.abandon()
         used += ids[0]
         unused += ids[1]
     return used, unused

@@ -1,7 +1,7 @@
-"""Store: plans loads and saves (what is stored, what to load from where, what to save in which slot). Moves no bytes.
+"""Store: planner of loads and saves. It looks chunks up and assigns slots to those to save. It moves no bytes.
 
 It runs in the engine's scheduler process. Its methods are called from the scheduler's thread and never wait for
-storage. The Keeper does on its own thread what may wait: registering sets, eviction, recency.
+storage. Work that may wait (registering sets, eviction, recording uses) runs on the Keeper's thread.
 """
 
 import time
@@ -17,18 +17,18 @@ from kvtier.runtime import metrics as names
 from kvtier.runtime import switch_interval
 from kvtier.runtime.backoff import Backoff
 from kvtier.scheduler.background import Keeper
-from kvtier.scheduler.cost_history import KeptCosts
+from kvtier.scheduler.cost_history import CostHistory
 
 KNOWN_KEYS_MAX = 262_144  # keys remembered as stored or being saved: 64 million tokens, about 30 MiB
 REST_S = 1.0  # pause in planning saves after a worker backed off, seconds; workers themselves back off for longer
 ANSWER_LOST_S = 60.0  # time after which a save without an answer counts as lost, seconds
-REFUSED_KEYS_MAX = 4096  # keys remembered of chunks that the codec refused: their prompts may be asked again
-REFUSED_S = 600.0  # time until a refused chunk is tried again, seconds: the cause may have been one request's
+REFUSED_KEYS_MAX = 4096  # keys remembered of chunks that the codec refused, because their prompts may come again
+REFUSED_S = 600.0  # time until a refused chunk is tried again, seconds: only one request may have caused the refusal
 
 # Outcomes that workers do not count, because most of these chunks are planned again.
 _BUSY = {SaveOutcome.QUEUE_FULL: names.SKIPPED_QUEUE_FULL, SaveOutcome.RESTING: names.SKIPPED_RESTING}
 
-_LOSSES = tuple(SaveOutcome)  # of several ranks' outcomes the last one in this order counts
+_LOSSES = tuple(SaveOutcome)  # if ranks have different outcomes, the last one in this order counts
 
 Clock = Callable[[], float]
 
@@ -49,7 +49,7 @@ class WantedChunk(NamedTuple):
 
 
 class SaveSelection(NamedTuple):
-    """Result of `select_saves`. left: chunks that cannot be saved now, each with the counter of the cause."""
+    """Result of `select_saves`. left: chunks that cannot be saved now, each with the counter that names the cause."""
 
     plan: SavePlan | None
     left: list[tuple[WantedChunk, str]]
@@ -98,7 +98,7 @@ class Store:
         clock: seconds since the epoch (I6).
     """
 
-    costs: KeptCosts | None = None
+    costs: CostHistory | None = None
     """Costs that earlier engines of this kind measured; None where they are not used."""
 
     def __init__(
@@ -149,7 +149,7 @@ class Store:
         return found.entries
 
     def gave_up(self, n_chunks: int) -> None:
-        """Count a lookup of `n_chunks` chunks as a miss, because it was not answered in time."""
+        """Count a lookup of `n_chunks` chunks that was not answered in time as a miss."""
         self.metrics.add(names.INDEX_ERRORS)
         self.metrics.add(names.LOOKUPS)
         self.metrics.add(names.LOOKUP_TOKENS, n_chunks * self._chunk_tokens)
@@ -165,7 +165,7 @@ class Store:
         """Plan a load of consecutive chunks.
 
         block_ids: the engine's blocks of exactly these chunks, in order.
-        first_token: tokens of the first chunk that the engine has already; a multiple of its block size.
+        first_token: number of tokens of the first chunk that the engine has already; a multiple of its block size.
         """
         n_blocks, rest = divmod(len(block_ids), len(keys))
         assert rest == 0 and len(entries) == len(keys)
@@ -191,9 +191,9 @@ class Store:
 
     def select_saves(self, wanted: Sequence[WantedChunk]) -> SaveSelection:
         """Allocate slots for the chunks of `wanted` that are not stored, not being saved and not refused by the codec
-        lately. A chunk behind one that is left is left too: a lookup ends at the first chunk that is missing.
+        lately. A chunk behind a left one is left too, because a lookup ends at the first missing chunk.
 
-        No index I/O: the worker finds out before it writes whether another engine has stored a chunk.
+        No index I/O: the worker skips chunks that another engine has stored before it writes.
         """
         now = self._clock()
         chunks: list[SaveChunk] = []
@@ -211,32 +211,32 @@ class Store:
             self._remember(chunk.key, known)
             chunks.append(SaveChunk(chunk.key, chunk.parent, set_id, slot, chunk.block_ids, chunk.tenant, chunk.number))
         self._keeper.refill()
-        plan = SavePlan(self.namespace_id, self._keeper.supplies.slots, tuple(chunks)) if chunks else None
+        plan = SavePlan(self.namespace_id, self._keeper.allocators.slots, tuple(chunks)) if chunks else None
         return SaveSelection(plan, list(left.values()))
 
     def _place_of(self, chunk: WantedChunk, now_s: float) -> tuple[int, int] | str:
-        """Take a slot. Return (set, slot), or the counter of why there is none."""
+        """Take a slot. Return (set, slot), or the counter that names why there is none."""
         if 0 < self._refused_until_s.get(chunk.key, now_s) - now_s <= REFUSED_S:
             return names.SKIPPED_REFUSED
         if self._rest.is_resting(now_s):
             return names.SKIPPED_RESTING
-        supply = self._keeper.supplies.of(chunk.tenant, now_s)
-        place = supply.take(now_s)
+        allocator = self._keeper.allocators.of(chunk.tenant, now_s)
+        place = allocator.take(now_s)
         if place is not None:
             return place
-        is_refused = bool(chunk.tenant) and supply.backoff.is_resting(now_s)
+        is_refused = bool(chunk.tenant) and allocator.backoff.is_resting(now_s)
         return names.SKIPPED_QUOTA if is_refused else names.SKIPPED_NO_SPACE
 
     def expect(self, tenant: str) -> None:
-        """Have a set made ready for chunks of this tenant, which are about to be computed."""
-        self._keeper.supplies.of(tenant, self._clock())
+        """Request a set for chunks of this tenant, which will be computed soon."""
+        self._keeper.allocators.of(tenant, self._clock())
         self._keeper.refill()
 
     def is_set_coming(self, tenant: str) -> bool:
         """Return True if no set is ready for chunks of this tenant but one is expected soon."""
         now = self._clock()
-        supply = self._keeper.supplies.of(tenant, now)
-        return supply.is_coming(now) and not supply.backoff.is_resting(now)
+        allocator = self._keeper.allocators.of(tenant, now)
+        return allocator.is_coming(now) and not allocator.backoff.is_resting(now)
 
     def is_known(self, key: bytes) -> bool:
         """Return True if the chunk is believed to be stored or being saved."""
@@ -249,7 +249,7 @@ class Store:
 
     def saved(self, done: Sequence[SaveDone]) -> list[LostSave]:
         """Record the workers' answers. A chunk counts as stored once all ranks that write it have saved it. Return the
-        chunks that all ranks answered and that some did not save."""
+        chunks that all ranks have answered and some have not saved."""
         lost = []
         for answer in done:
             if answer.outcome is SaveOutcome.NO_SPACE:
@@ -275,7 +275,7 @@ class Store:
         """End a save that all ranks have answered."""
         wanted, known.wanted = known.wanted, None
         assert wanted is not None, "only a chunk that is being saved has answers missing"
-        self._keeper.supplies.answered(wanted.tenant, known.set_id, known.slot, known.is_blank)
+        self._keeper.allocators.answered(wanted.tenant, known.set_id, known.slot, known.is_blank)
         if known.loss not in (SaveOutcome.SAVED, SaveOutcome.PRESENT):
             del self._known[key]
             return [LostSave(wanted.owner, wanted.number, key, known.loss, known.is_blank)]
@@ -300,7 +300,7 @@ class Store:
         self._refused_until_s.clear()
 
     def forget_lost(self, keys: Sequence[bytes]) -> None:
-        """Allow saving chunks again that the index has lost, unless their first save is still under way."""
+        """Allow chunks that the index has lost to be saved again, unless their first save is still under way."""
         now = self._clock()
         for key in keys:
             known = self._known.get(key)

@@ -15,7 +15,7 @@ from kvtier.index import entry as entries
 from kvtier.index.base import Index, Location
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.maintenance.scrub import verify
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.storage.root import NAMESPACE_FILE, find_root, namespace_folders
 from kvtier.storage.segments import SegmentFiles, parse_segment_name, segment_name
 from tests.crash.images import INDEX, Step
@@ -156,7 +156,7 @@ def _check_space(root: Path) -> None:
     folder = root / "v2"
     index = LmdbIndex(str(folder / INDEX.name))
     try:
-        keeper = Housekeeper(index, folder, "a sweeper", lambda: time.time() + LATER_S)
+        keeper = Sweeper(index, folder, "a sweeper", lambda: time.time() + LATER_S)
         keeper.sweep()
         keeper.sweep()
         on_disk: Counter[int] = Counter()

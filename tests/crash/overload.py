@@ -27,7 +27,7 @@ from kvtier.format.geometry import PAGE_BYTES
 from kvtier.index.base import EVICT_LEASE, Index
 from kvtier.index.open import open_index
 from kvtier.maintenance.scrub import verify
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage.root import find_root, open_root
 from tests.support.rig import BLOCK_TOKENS, Engine, settings
@@ -184,7 +184,7 @@ def settle(root: Path, index: Index) -> None:
     the grace time of those that are in no index."""
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while time.monotonic() < deadline:
-        Housekeeper(index, root / "v2", "later").sweep()
+        Sweeper(index, root / "v2", "later").sweep()
         Evictor(index, root / "v2", "later").evict(Selection(set_ids=()), 0)
         if not index.notes(PREFIX, time.time()) and not any(info.is_open for info in index.sets()):
             return

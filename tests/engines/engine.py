@@ -211,7 +211,7 @@ class Engine:
     def wait_for_set(self) -> None:
         """Until what is computed next has a place in a segment."""
         deadline = time.monotonic() + PATIENCE_S
-        while self.scheduler_half._store._keeper.supplies.common.wants_set():
+        while self.scheduler_half._store._keeper.allocators.common.wants_set():
             assert time.monotonic() < deadline, "no segment set was made"
             time.sleep(0.02)
 

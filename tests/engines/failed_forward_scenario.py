@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from vllm.v1.request import RequestStatus
 
-from kvtier.connectors.vllm.save_progress import StepsBehind
+from kvtier.connectors.vllm.save_progress import FrontierDelay
 
 N_TOKENS = 200
 
@@ -16,7 +16,7 @@ def failed_forward(engine: Any, waits_a_step: bool = False) -> dict[str, Any]:
 
     waits_a_step: as with EAGLE and MTP, whose chunks are gathered in the step after the one that completed them.
     """
-    engine.scheduler_half._frontiers._behind = StepsBehind(int(waits_a_step), 2)
+    engine.scheduler_half._frontiers._behind = FrontierDelay(int(waits_a_step), 2)
     rng = random.Random(engine.root.name)
     before, victim, later = ([rng.randrange(3, 500) for _ in range(N_TOKENS)] for _ in range(3))
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Runs real vLLM with no connector but what the plugin supplies. Started as a script:
+"""Runs real vLLM with no connector but what the plugin allocators. Started as a script:
 
     KVTIER_ROOT=DIR python root_engine.py MODEL OUT.json [TRANSFER ...]
 

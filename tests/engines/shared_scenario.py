@@ -59,7 +59,7 @@ def shared_prefix(engine: Engine, n: int) -> dict[str, Any]:
     results = {"computed": run("computed"), "own": run("own")}
     engine.settle()
     held = HeldLoads(engine)
-    shared = engine.scheduler_half._bridge.room.shared
+    shared = engine.scheduler_half._bridge.active_loads.shared
     wait_s = shared.wait_s
     for name, options in {
         "tier": {},

@@ -14,7 +14,7 @@ from kvtier.format.namespace import chunk_keys
 from kvtier.index.base import Index
 from kvtier.index.memory import MemoryIndex
 from kvtier.plan import SaveDone, SaveOutcome
-from kvtier.scheduler.load_threshold import FixedLimit
+from kvtier.scheduler.load_threshold import FixedThreshold
 from tests.conformance.index_suite import at, keys, put_set, record
 
 from .fakes import FakeStore
@@ -342,7 +342,7 @@ class Recorder:
 @pytest.mark.parametrize("computed", [0, 64, 96])
 def test_the_bridge_tells_chunks_by_their_number_in_the_prompt(computed: int) -> None:
     store = FakeStore()
-    bridge = SchedulerBridge(store, BlockShape(64, 16), FixedLimit(64), 2.0, Faults())  # type: ignore[arg-type]
+    bridge = SchedulerBridge(store, BlockShape(64, 16), FixedThreshold(64), 2.0, Faults())  # type: ignore[arg-type]
     bridge.saves.watcher = recorder = Recorder()
     tokens = list(range(300))
     bridge.track(RequestView("r", tokens, {}, may_load=True, may_save=True))
@@ -374,7 +374,7 @@ def test_a_watcher_that_fails_ends_no_request() -> None:
         found = wanted = saved = _fail
 
     store, faults = FakeStore(), Faults()
-    bridge = SchedulerBridge(store, BlockShape(64, 16), FixedLimit(64), 2.0, faults)  # type: ignore[arg-type]
+    bridge = SchedulerBridge(store, BlockShape(64, 16), FixedThreshold(64), 2.0, faults)  # type: ignore[arg-type]
     bridge.saves.watcher = Failing()
     bridge.track(RequestView("r", list(range(300)), {}, may_load=True, may_save=True))
     assert bridge.hit_tokens("r", 0) == 0

@@ -9,13 +9,13 @@ from unittest.mock import patch
 import pytest
 
 from kvtier.connectors.bridge import ANSWER_GOOD_S, IDLE_WAIT_S, AnswerPace, SchedulerBridge, Step, WorkerBridge
-from kvtier.connectors.faults import Faults, contains_faults
+from kvtier.connectors.faults import Faults, catch_faults
 from kvtier.connectors.lookup_deadline import TURNS_MAX
 from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.format.namespace import chunk_keys
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveOutcome, SavePlan
 from kvtier.runtime.repeated_log import INTERVAL_FIRST_S
-from kvtier.scheduler.load_threshold import FixedLimit
+from kvtier.scheduler.load_threshold import FixedThreshold
 from kvtier.worker.transfer import Progress
 from tests.support.clock import Clock
 
@@ -31,7 +31,7 @@ class Scene:
 
     def __init__(self, n_tokens: int = 300, min_load_tokens: int = 64, **view: Any) -> None:
         self.store, self.clock, self.faults = FakeStore(), Clock(), Faults()
-        self.bridge = SchedulerBridge(self.store, SHAPE, FixedLimit(min_load_tokens), 2.0, self.faults, self.clock)  # type: ignore[arg-type]
+        self.bridge = SchedulerBridge(self.store, SHAPE, FixedThreshold(min_load_tokens), 2.0, self.faults, self.clock)  # type: ignore[arg-type]
         self.tokens = list(range(n_tokens))
         allowed = {"extras": {}, "may_load": True, "may_save": True} | view
         self.bridge.track(RequestView("r", self.tokens, **allowed))
@@ -69,7 +69,7 @@ def test_a_hit_is_the_longest_stored_prefix() -> None:
 def test_a_hit_that_finds_no_room_among_the_loads_waits_and_is_asked_for_again() -> None:
     """A worker takes so many loads; to those beyond it answered as if the storage had failed."""
     scene = Scene()
-    scene.bridge.room.loads_max = 2
+    scene.bridge.active_loads.loads_max = 2
     scene.store_chunks(3)
     for name in ("a", "b", "c"):
         scene.bridge.track(RequestView(name, scene.tokens, {}, may_load=True, may_save=True))
@@ -500,11 +500,11 @@ class Broken:
         self._faults = Faults(clock or Clock())
         self._fault = fault
 
-    @contains_faults("a save", default=7)
+    @catch_faults("a save", default=7)
     def save(self) -> int:
         raise self._fault
 
-    @contains_faults("a lookup", default=lambda self, keys: [False] * len(keys))
+    @catch_faults("a lookup", default=lambda self, keys: [False] * len(keys))
     def lookup(self, keys: list[bytes]) -> list[bool]:
         raise self._fault
 

@@ -22,14 +22,14 @@ from vllm.v1.core.sched.output import CachedRequestData
 
 from kvtier.connectors.bridge import Step
 from kvtier.connectors.faults import Faults
-from kvtier.connectors.load_costs import StepTimes
+from kvtier.connectors.load_costs import StepTimer
 from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm import connector as connector_module
 from kvtier.connectors.vllm.kv_layout import EnginePages
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.messages import ReportMetadata, StepMetadata
 from kvtier.connectors.vllm.requests import GivenBlocks, view_of
-from kvtier.connectors.vllm.save_progress import Frontiers, StepsBehind
+from kvtier.connectors.vllm.save_progress import FrontierDelay, Frontiers
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveChunk, SaveOutcome, SavePlan
@@ -185,8 +185,8 @@ def half() -> SchedulerHalf:
     half._requests = {name: SimpleNamespace(request_id=name, num_tokens=1000, num_prompt_tokens=1000) for name in "abc"}
     half._tables, half._given = {}, GivenBlocks()
     half._saves, half._n_steps = True, 0
-    half._frontiers = Frontiers(True, StepsBehind(0, 2), Adapters())
-    half._step_times = StepTimes(lambda tokens, seconds: None)
+    half._frontiers = Frontiers(True, FrontierDelay(0, 2), Adapters())
+    half._step_timer = StepTimer(lambda tokens, seconds: None)
     half._faults = Faults()
     return half
 
@@ -262,7 +262,7 @@ def test_a_request_that_cannot_be_understood_is_passed_by(half: SchedulerHalf) -
 
 
 def test_chunks_of_a_draft_model_wait_a_step(half: SchedulerHalf) -> None:
-    half._frontiers = Frontiers(True, StepsBehind(1, 2), Adapters())
+    half._frontiers = Frontiers(True, FrontierDelay(1, 2), Adapters())
     half.build_step(scheduled([], [("b", [1], 10)], set()))
     assert half._bridge.advanced[0][1] == 10  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""Forwards that do not end: nothing of what they leave in the engine's blocks may be saved.
+"""ForwardWatch that do not end: nothing of what they leave in the engine's blocks may be saved.
 
 Real engines in which one raises are in test_real_engine.py and test_shared_root.py.
 """
@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvtier.connectors.vllm.worker import Forwards
+from kvtier.connectors.vllm.worker import ForwardWatch
 
 
 @contextmanager
-def as_vllm_does(forwards: Forwards, number: int) -> Iterator[None]:
+def as_vllm_does(forwards: ForwardWatch, number: int) -> Iterator[None]:
     """KVConnectorModelRunnerMixin: a generator, and `wait_for_save` in its finally."""
     forwards.begins(number)
     try:
@@ -26,7 +26,7 @@ def as_vllm_does(forwards: Forwards, number: int) -> Iterator[None]:
 
 
 def test_forwards_that_end_are_trusted_also_in_a_handler_of_something_else() -> None:
-    forwards = Forwards()
+    forwards = ForwardWatch()
     for number in (7, 8):
         with as_vllm_does(forwards, number):
             pass
@@ -44,7 +44,7 @@ def test_forwards_that_end_are_trusted_also_in_a_handler_of_something_else() -> 
 def test_one_that_raises_is_known_where_it_ends_and_later(
     fault: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    forwards = Forwards()
+    forwards = ForwardWatch()
     with caplog.at_level(logging.ERROR, "kvtier"), pytest.raises(type(fault)), as_vllm_does(forwards, 1):
         raise fault
     assert forwards.has_failed and repr(fault) in caplog.text
@@ -54,14 +54,14 @@ def test_one_that_raises_is_known_where_it_ends_and_later(
 
 
 def test_one_that_never_ended_is_known_before_the_next_step() -> None:
-    forwards = Forwards()
+    forwards = ForwardWatch()
     forwards.begins(1)
     forwards.begins(2)
     assert forwards.has_failed
 
 
 def test_a_step_that_never_came_is_missed() -> None:
-    forwards = Forwards()
+    forwards = ForwardWatch()
     with as_vllm_does(forwards, 1):
         pass
     forwards.begins(3)

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvtier.connectors.vllm.lora import Adapters
-from kvtier.connectors.vllm.save_progress import Frontiers, StepsBehind
+from kvtier.connectors.vllm.save_progress import FrontierDelay, Frontiers
 
 from .adapter_files import lora, write
 
@@ -33,7 +33,7 @@ class Asked:
             num_computed_tokens=0,
             num_output_tokens=0,
         )
-        self.frontiers = Frontiers(True, StepsBehind(drafts, 2), adapters)
+        self.frontiers = Frontiers(True, FrontierDelay(drafts, 2), adapters)
         self.frontiers.track(self.request)
 
     def steps(self, first: int, n: int, computed: int = 0) -> list[int]:

@@ -19,16 +19,16 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 
 from kvtier.connectors.bridge import SchedulerBridge
 from kvtier.connectors.faults import Faults
-from kvtier.connectors.load_costs import StepTimes
+from kvtier.connectors.load_costs import StepTimer
 from kvtier.connectors.tracked_request import BlockShape
 from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.requests import GivenBlocks, view_of
-from kvtier.connectors.vllm.save_progress import Frontiers, StepsBehind
+from kvtier.connectors.vllm.save_progress import FrontierDelay, Frontiers
 from kvtier.connectors.vllm.scheduler import SchedulerHalf, rewritten_blocks
 from kvtier.connectors.vllm.weight_changes import watch_weights
 from kvtier.runtime import metrics as names
-from kvtier.scheduler.load_threshold import FixedLimit
+from kvtier.scheduler.load_threshold import FixedThreshold
 
 from .fakes import FakeStore
 
@@ -43,10 +43,10 @@ class Scene:
         self.half = half = SchedulerHalf.__new__(SchedulerHalf)
         half._faults = Faults()
         half._saves, half._n_steps = True, 0
-        half._frontiers = Frontiers(True, StepsBehind(0, 2), Adapters())
-        half._bridge = SchedulerBridge(self.store, BlockShape(CHUNK, BLOCK), FixedLimit(CHUNK), 1.0, half._faults)  # type: ignore[arg-type]
+        half._frontiers = Frontiers(True, FrontierDelay(0, 2), Adapters())
+        half._bridge = SchedulerBridge(self.store, BlockShape(CHUNK, BLOCK), FixedThreshold(CHUNK), 1.0, half._faults)  # type: ignore[arg-type]
         half._view = partial(view_of, chunk_tokens=CHUNK, adapters=Adapters())
-        half._step_times = StepTimes(lambda tokens, seconds: None)
+        half._step_timer = StepTimer(lambda tokens, seconds: None)
         half._requests, half._tables, half._given = {}, {}, GivenBlocks()
         self.first = SimpleNamespace(block_id=10, ref_cnt=0)
 
@@ -104,7 +104,7 @@ def output(new: list[Any], scheduled: dict[str, int], cached: Any = None, **more
 
 def computed_at_its_end(scene: Scene) -> Any:
     """A request whose chunks wait for its end, as those of a draft model do."""
-    scene.half._frontiers = Frontiers(True, StepsBehind(1, 2), Adapters())
+    scene.half._frontiers = Frontiers(True, FrontierDelay(1, 2), Adapters())
     request = scene.ask()
     assert scene.step(request, 0, 130) == []
     return request
@@ -239,7 +239,7 @@ def test_a_request_that_was_preempted_before_saves_nothing_either(pair: tuple[Sc
     """What it had computed before it lost its blocks does not count."""
     scene, both = pair
     request = scene.ask()
-    scene.half._frontiers = Frontiers(True, StepsBehind(1, 2), Adapters())
+    scene.half._frontiers = Frontiers(True, FrontierDelay(1, 2), Adapters())
     scene.step(request, 0, 130)
     both.get_num_new_matched_tokens(request, 0)
     both.update_state_after_alloc(request, blocks(range(10, 15)), 128)

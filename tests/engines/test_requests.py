@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.connectors.vllm import requests
 from kvtier.connectors.vllm.lora import Adapters
-from kvtier.connectors.vllm.requests import view_of, why_items_pass_by
+from kvtier.connectors.vllm.requests import view_of, why_items_are_not_cached
 from kvtier.connectors.vllm.save_progress import final_frontier, step_frontier
 from kvtier.runtime.repeated_log import RepeatedLog
 
@@ -142,11 +142,11 @@ def test_items_without_a_hash_are_passed_by(multimodal: float | None, prefix_cac
     items = None if multimodal is None else SimpleNamespace(mm_processor_cache_gb=multimodal)
     model = SimpleNamespace(multimodal_config=items)
     cache = SimpleNamespace(enable_prefix_caching=prefix_caching)
-    takes_items = not why_items_pass_by(SimpleNamespace(model_config=model, cache_config=cache))
-    assert takes_items is expected
-    shown = view_of(request(mm_features=[image("renderer0-mm-1-image-0", 3, 10)]), CHUNK, Adapters(), takes_items)
+    caches_items = not why_items_are_not_cached(SimpleNamespace(model_config=model, cache_config=cache))
+    assert caches_items is expected
+    shown = view_of(request(mm_features=[image("renderer0-mm-1-image-0", 3, 10)]), CHUNK, Adapters(), caches_items)
     assert (shown.may_load, shown.may_save) == (expected, expected)
-    text = view_of(request(), CHUNK, Adapters(), takes_items)
+    text = view_of(request(), CHUNK, Adapters(), caches_items)
     assert (text.may_load, text.may_save) == (True, True)
 
 
@@ -172,7 +172,7 @@ def test_vllm_hashes_items_where_we_say_so(prefix_caching: bool, cache_gb: float
         inputs = ProcessorInputs([1], items, named, hf_processor_mm_kwargs={})
         return str(inputs.get_mm_hashes("model", "blake3")["image"][0])
 
-    assert (name_of("red") != name_of("blue")) is not bool(why_items_pass_by(config))
+    assert (name_of("red") != name_of("blue")) is not bool(why_items_are_not_cached(config))
 
 
 @pytest.mark.parametrize("is_prefix_lm", [True, False])
@@ -180,8 +180,8 @@ def test_images_whose_tokens_see_each_other_are_passed_by(is_prefix_lm: bool) ->
     """A hit that ends in one has vLLM split it; the next test shows that."""
     model = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=4), is_mm_prefix_lm=is_prefix_lm)
     config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(enable_prefix_caching=True))
-    assert ("attend to their later tokens" in why_items_pass_by(config)) is is_prefix_lm
-    assert not why_items_pass_by(SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True)))
+    assert ("attend to their later tokens" in why_items_are_not_cached(config)) is is_prefix_lm
+    assert not why_items_are_not_cached(SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True)))
 
 
 def test_vllm_keeps_an_image_whole_only_from_before_it() -> None:

@@ -1,12 +1,12 @@
 """Steps are timed where it is known what the time between two plans belongs to."""
 
-from kvtier.connectors.load_costs import StepTimes
+from kvtier.connectors.load_costs import StepTimer
 
 
 def timed(*steps: tuple[str, int, float], ahead: int = 0) -> list[tuple[int, float]]:
     """steps: requests (a letter each), tokens, and when the step was planned; without tokens: its requests ended."""
     found: list[tuple[int, float]] = []
-    times = StepTimes(lambda tokens, seconds: found.append((tokens, round(seconds, 6))), ahead)
+    times = StepTimer(lambda tokens, seconds: found.append((tokens, round(seconds, 6))), ahead)
     for requests, n_tokens, at_s in steps:
         if n_tokens:
             times.planned(set(requests), n_tokens, at_s)

@@ -72,13 +72,13 @@ def test_what_other_targets_hold_is_loaded_and_nothing_is_lost(
 def test_a_save_whose_target_is_away_ends_in_time_and_another_set_is_filled(striped: Targets, fault: str) -> None:
     engine = engine_on(striped, queues={"save_threads": 1})
     engine.wait_for_set()
-    first = engine.store._keeper.supplies.common._spares()[0].set_id
+    first = engine.store._keeper.allocators.common._spares()[0].set_id
     striped.take_away(segment_name(first, 0), fault)
     engine.begin_save(FIRST, BLOCKS)
     done = saves(engine, 2, ANSWER_TIMEOUT_S)
     assert [answer.outcome for answer in done] == [SaveOutcome.FAILED] * 2
     engine.store.saved(done)
-    engine.store._keeper.supplies.forget({first})
+    engine.store._keeper.allocators.forget({first})
     engine.transfers[0]._saver.writer.disk.clear()
     engine.wait_for_set()
     engine.begin_save(SECOND, OTHERS)

@@ -11,7 +11,7 @@ from kvtier.connectors.tracked_request import BlockShape
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.requests import view_of
 from kvtier.model.tenants import NO_TENANTS, Tenants
-from kvtier.scheduler.load_threshold import FixedLimit
+from kvtier.scheduler.load_threshold import FixedThreshold
 from tests.engines.fakes import FakeStore
 from tests.engines.test_requests import request
 
@@ -58,7 +58,7 @@ class ExpectingStore(FakeStore):
 
 def test_chunks_of_a_request_are_its_tenants_and_are_expected_when_it_comes() -> None:
     store = ExpectingStore()
-    bridge = SchedulerBridge(store, BlockShape(64, 16), FixedLimit(64), 2.0, Faults())  # type: ignore[arg-type]
+    bridge = SchedulerBridge(store, BlockShape(64, 16), FixedThreshold(64), 2.0, Faults())  # type: ignore[arg-type]
     bridge.track(view_of(request(cache_salt="abc", num_prompt_tokens=300), 64, Adapters(), tenants=TENANTS))
     assert store.expected == ["exact"]
     bridge.advance("r", 300, range(20))
@@ -69,7 +69,7 @@ def test_chunks_of_a_request_are_its_tenants_and_are_expected_when_it_comes() ->
 @pytest.mark.parametrize("changes", [{"kv_transfer_params": {"kvtier_save": False}}, {"cache_salt": None}])
 def test_nothing_is_made_ready_for_who_saves_nothing_or_is_nobody(changes: dict[str, Any]) -> None:
     store = ExpectingStore()
-    bridge = SchedulerBridge(store, BlockShape(64, 16), FixedLimit(64), 2.0, Faults())  # type: ignore[arg-type]
+    bridge = SchedulerBridge(store, BlockShape(64, 16), FixedThreshold(64), 2.0, Faults())  # type: ignore[arg-type]
     bridge.track(
         view_of(request(**{"cache_salt": "abc", "num_prompt_tokens": 300} | changes), 64, Adapters(), tenants=TENANTS)
     )

@@ -24,7 +24,7 @@ from kvtier.format.record import SegmentHeader
 from kvtier.index.base import SetInfo, writer_lease
 from kvtier.kernels.paged import PagedKV, PagedLayer
 from kvtier.maintenance.scrub import stats, verify
-from kvtier.maintenance.sweeper import SWEPT_NOTE, Housekeeper
+from kvtier.maintenance.sweeper import SWEPT_NOTE, Sweeper
 from kvtier.plan import SaveOutcome
 from kvtier.scheduler.store import WantedChunk
 from kvtier.storage import segments
@@ -146,10 +146,10 @@ def test_empty_sets_of_dead_writers_and_old_orphans_go(tmp_path: Path) -> None:
     lost = int(path.name[:16], 16)
     index.remove_set(lost)
     index.create_set(SetInfo(5, engine.namespace.id, "gone", 100, 1.0, 1.0))
-    Housekeeper(index, tmp_path / "v2", "sweeper").sweep()
+    Sweeper(index, tmp_path / "v2", "sweeper").sweep()
     assert 5 not in {info.set_id for info in index.sets()}
     assert orphan.exists(), "its writer may be about to register it"
-    Housekeeper(index, tmp_path / "v2", "sweeper", clock=lambda: time.time() + 3600).sweep()
+    Sweeper(index, tmp_path / "v2", "sweeper", clock=lambda: time.time() + 3600).sweep()
     assert not orphan.exists(), "what is no segment goes"
     assert lost in {info.set_id for info in index.sets()}, "a whole segment is taken in, not thrown away"
     assert other.load(tokens_of(1), TARGET)[0] == 5
@@ -316,9 +316,9 @@ def test_the_keeper_outlives_any_fault(tmp_path: Path, monkeypatch: pytest.Monke
         hook, threading.excepthook = threading.excepthook, lambda _: None
         with monkeypatch.context() as patched:
             patched.setattr(Evictor, "make_room", fail)
-            patched.setattr(Housekeeper, "close_set", fail)
+            patched.setattr(Sweeper, "close_set", fail)
             keeper._due.sweep.want()
-            patched.setattr(Housekeeper, "sweep", fail)
+            patched.setattr(Sweeper, "sweep", fail)
             for number in range(3):
                 engine.prefill(tokens_of(number), BLOCKS)
             keeper._ticker.wake()  # type: ignore[union-attr]
@@ -331,15 +331,15 @@ def test_the_keeper_outlives_any_fault(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_set_is_closed_although_the_index_failed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny(tmp_path, sets=12)
-    closed, failures = Housekeeper.close_set, iter([True, True])
+    closed, failures = Sweeper.close_set, iter([True, True])
 
-    def fail_twice(self: Housekeeper, set_id: int) -> None:
+    def fail_twice(self: Sweeper, set_id: int) -> None:
         if next(failures, False):
             raise IndexUnavailable("a moment")
         closed(self, set_id)
 
-    monkeypatch.setattr(Housekeeper, "close_set", fail_twice)
+    monkeypatch.setattr(Sweeper, "close_set", fail_twice)
     for number in range(5):
         engine.save(tokens_of(number), BLOCKS)
-    supply = engine.store._keeper.supplies.common
-    wait_until(lambda: sum(info.is_open for info in engine.store._keeper._index.sets()) <= 1 + supply.n_unused)
+    allocator = engine.store._keeper.allocators.common
+    wait_until(lambda: sum(info.is_open for info in engine.store._keeper._index.sets()) <= 1 + allocator.n_unused)

@@ -19,7 +19,7 @@ from kvtier.index.base import EVICT_LEASE, Index, SetInfo
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.maintenance.scrub import verify
-from kvtier.maintenance.sweeper import ORPHAN_GRACE_S, Housekeeper
+from kvtier.maintenance.sweeper import ORPHAN_GRACE_S, Sweeper
 from kvtier.plan import SavePlan
 from kvtier.scheduler.segment_allocator import TENANT_IDLE_S
 from kvtier.scheduler.store import WantedChunk
@@ -146,7 +146,7 @@ def test_a_sweep_ends_what_an_evictor_left(tmp_path: Path, monkeypatch: pytest.M
     index = LmdbIndex(str(tmp_path / "v2" / "index"))
     evict_and_die(Evictor(index, tmp_path / "v2", "killed"), monkeypatch)
     assert ids(index) == [] and on_disk(tmp_path)
-    Housekeeper(index, tmp_path / "v2", "sweeper").sweep()
+    Sweeper(index, tmp_path / "v2", "sweeper").sweep()
     assert not on_disk(tmp_path) and index.notes(PREFIX, 0.0) == {}
     assert ORPHAN_GRACE_S > 60, "it was not swept as an orphan"
     index.close()
@@ -290,7 +290,7 @@ TENANTS = {
 def save_for(engine: Engine, tenant: str, number: int, wait_s: float = 20.0) -> SavePlan | None:
     """Saves five chunks of this tenant, as soon as it has a set; or does not, when it gets none in that time."""
     engine.store.expect(tenant)
-    side = engine.store._keeper.supplies.of(tenant, time.time())
+    side = engine.store._keeper.allocators.of(tenant, time.time())
     deadline = time.monotonic() + wait_s
     while side.wants_set() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -324,7 +324,7 @@ def test_a_set_holds_chunks_of_one_tenant_and_a_rebuild_knows_whose(tmp_path: Pa
     engine.close()
     index = LmdbIndex(str(tmp_path / "v2" / "index"))
     index.clear()
-    Housekeeper(index, tmp_path / "v2", "me").rebuild()
+    Sweeper(index, tmp_path / "v2", "me").rebuild()
     assert whose() == before
     index.close()
 
@@ -336,7 +336,7 @@ def test_a_tenant_whose_sets_may_not_go_is_not_saved_and_that_is_counted(tmp_pat
         put(engine.store._keeper._index, 900 + number, **one)
     engine.store._keeper._index.acquire_lease("writer/other", "other", time.time(), 1000.0)
     assert save_for(engine, "red", 1, wait_s=0.5) is None
-    wait_until(lambda: engine.store._keeper.supplies.of("red", time.time()).backoff.is_resting(time.time()))
+    wait_until(lambda: engine.store._keeper.allocators.of("red", time.time()).backoff.is_resting(time.time()))
     assert save_for(engine, "red", 1, wait_s=0.5) is None
     assert engine.store.metrics.total()["skipped_chunks_quota"] > 0
     assert save_for(engine, "blue", 2) is not None, "others are saved all the same"
@@ -347,7 +347,7 @@ def test_a_tenant_that_is_idle_holds_no_open_set(tmp_path: Path) -> None:
     save_for(engine, "blue", 1)
     index, keeper = engine.store._keeper._index, engine.store._keeper
     assert any(info.is_open and info.tenant == "blue" for info in index.sets())
-    for side in keeper.supplies.all():
+    for side in keeper.allocators.all():
         if side.tenant:
             side.used_s -= TENANT_IDLE_S
     wait_until(lambda: not any(info.is_open and info.tenant == "blue" for info in index.sets()))

@@ -15,7 +15,7 @@ from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.eviction import pins_backup
 from kvtier.eviction.limits import namespace_note
 from kvtier.index.open import open_index
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.storage.root import NOTES_FOLDER, remove_leftovers
 from tests.redis_server import GENEROUS_MS, has_redis, standalone
 from tests.support.rig import Engine
@@ -46,7 +46,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 
 def rebuild(opened: Opened) -> pins_backup.Restored:
-    done = Housekeeper(opened.index, opened.root.folder, "test").rebuild()
+    done = Sweeper(opened.index, opened.root.folder, "test").rebuild()
     assert done is not None
     return done.restored
 

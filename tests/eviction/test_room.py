@@ -15,7 +15,7 @@ import pytest
 
 from kvtier.eviction.room import LATE_S, PROBE_INTERVAL_S, SETTLE_FIRST_S, Room
 from kvtier.eviction.set_removal import Remover
-from kvtier.scheduler.segment_allocator import Supplies
+from kvtier.scheduler.segment_allocator import SlotAllocators
 from kvtier.storage import segments
 from kvtier.storage.filesystem import RESERVED_FILES, FreeSpace
 from kvtier.storage.root import remove_leftovers
@@ -219,16 +219,16 @@ def test_saving_resumes_soon_after_the_disk_has_room(tmp_path: Path) -> None:
 
 
 def test_sets_kept_ready_are_an_eighth_of_what_there_is_room_for() -> None:
-    supplies = Supplies(4, 8)
-    tenant = supplies.of("red", 0.0)
+    allocators = SlotAllocators(4, 8)
+    tenant = allocators.of("red", 0.0)
     for set_id in range(8):
-        supplies.common.offer(set_id)
+        allocators.common.offer(set_id)
     for set_id in range(8, 10):
         tenant.offer(set_id)
-    assert supplies.common.take(0.0) == (0, 0), "one of them is filled"
-    assert sorted(supplies.bound_spares(3)) == [4, 5, 6, 7, 9]
-    assert supplies.n_unused == 4 and not supplies.bound_spares(8)
-    assert supplies.want_sets(0.0)
+    assert allocators.common.take(0.0) == (0, 0), "one of them is filled"
+    assert sorted(allocators.bound_spares(3)) == [4, 5, 6, 7, 9]
+    assert allocators.n_unused == 4 and not allocators.bound_spares(8)
+    assert allocators.want_sets(0.0)
 
 
 def test_files_that_other_processes_keep_open_count_until_they_are_closed(

@@ -271,7 +271,7 @@ def test_what_is_planted_in_files(tmp_path: Path, plant: Callable[[Records], Non
 
 def rebuilt(engine: Engine) -> None:
     keeper, worker = engine.store._keeper, engine.transfers[0]._worker
-    assert keeper._housekeeper.rebuild() is not None
+    assert keeper._sweeper.rebuild() is not None
     object.__setattr__(worker, "index", keeper._index)  # one in memory is each half's own
 
 

@@ -19,7 +19,7 @@ from kvtier.eviction.set_removal import PREFIX, Removal
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.io.calibration import Calibration, _read
 from kvtier.io.engines import EngineChoice
-from kvtier.maintenance.sweeper import SWEPT_NOTE, Housekeeper
+from kvtier.maintenance.sweeper import SWEPT_NOTE, Sweeper
 from kvtier.model.config_json import read_model
 from kvtier.model.weights_fingerprint import _cached, config_fingerprint, weights_fingerprint
 from kvtier.planner.model_weights import INDEX, read_weights
@@ -193,7 +193,7 @@ def notes(data: bytes, folder: Path) -> None:
     evictor = Evictor(index, folder, "me", clock=lambda: 10.0)
     evictor.fits(Need(1, bytes(16), "t"), 1 << 40)
     pins.read_pins(index.notes("pin/", 1.0), 5.0)
-    Housekeeper(index, folder, "me", lambda: 20.0).sweep()
+    Sweeper(index, folder, "me", lambda: 20.0).sweep()
     evictor.make_room(Need(1 << 40, bytes(16), "t"), 1 << 40)
     for place in index.notes("", 30.0):
         index.drop_note(place)

@@ -23,7 +23,7 @@ from kvtier.index.async_lookup import (
 )
 from kvtier.index.memory import MemoryIndex
 from kvtier.runtime.threads import ThreadJobs
-from kvtier.scheduler.load_threshold import FixedLimit
+from kvtier.scheduler.load_threshold import FixedThreshold
 from tests.engines.fakes import FakeStore
 from tests.manual_jobs import ManualJobs
 from tests.support.clock import Clock
@@ -138,7 +138,7 @@ class Asking:
 
         self.store.lookup = lookup  # type: ignore[method-assign]
         store, shape = self.store, BlockShape(64, 16)
-        self.bridge = SchedulerBridge(store, shape, FixedLimit(64), 0.5, Faults(), self.clock)  # type: ignore[arg-type]
+        self.bridge = SchedulerBridge(store, shape, FixedThreshold(64), 0.5, Faults(), self.clock)  # type: ignore[arg-type]
         self.bridge.track(RequestView("r", list(range(300)), {}, True, True))
 
     def hit_tokens(self, now_s: float, computed_tokens: int = 0) -> int | None:
@@ -247,7 +247,7 @@ def test_an_answer_that_comes_while_one_looks_is_not_given_again() -> None:
 
 def test_a_request_that_waits_for_blocks_does_not_ask_again() -> None:
     store, clock = FakeStore(), Clock()
-    bridge = SchedulerBridge(store, BlockShape(64, 16), FixedLimit(64), 2.0, Faults(), clock)  # type: ignore[arg-type]
+    bridge = SchedulerBridge(store, BlockShape(64, 16), FixedThreshold(64), 2.0, Faults(), clock)  # type: ignore[arg-type]
     bridge.track(RequestView("r", list(range(300)), {}, True, True))
     asked: list[int] = []
     lookup = store.lookup

@@ -16,7 +16,7 @@ from kvtier.index.redis.clock import ASKED_EVERY_S, TOLERATED_S, ServerClock
 from kvtier.index.redis.index import RedisIndex
 from kvtier.index.redis.wire import open_wire
 from kvtier.maintenance import sweeper
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.storage.filesystem import FileSystem
 from kvtier.storage.segments import segment_name
 from tests.redis_server import Connect, Server, has_redis, index_settings
@@ -93,7 +93,7 @@ def test_a_set_is_missing_for_as_long_as_one_clock_says(
     other.close_set(1, 100)
     for after_s, left in ((0.0, [1]), (290.0, [1]), (580.0, [1]), (601.0, [])):
         for index, now in nodes:
-            Housekeeper(index, tmp_path / "v2", "keeper", lambda now=now, s=after_s: now() + s).sweep()  # type: ignore[misc]
+            Sweeper(index, tmp_path / "v2", "keeper", lambda now=now, s=after_s: now() + s).sweep()  # type: ignore[misc]
         assert [info.set_id for info in other.sets()] == left
 
 
@@ -112,7 +112,7 @@ def test_a_clock_that_is_set_ahead_removes_no_set_whose_files_are_away(
     index.close_set(1, 100)
     left = []
     for after_s in (0.0, 10.0, FAR_S, FAR_S + 60.0, FAR_S + 3 * 60.0, FAR_S + 6 * 60.0):
-        Housekeeper(index, tmp_path / "v2", "keeper", lambda after_s=after_s: began_s + after_s).sweep()  # type: ignore[misc]
+        Sweeper(index, tmp_path / "v2", "keeper", lambda after_s=after_s: began_s + after_s).sweep()  # type: ignore[misc]
         left.append(len(index.sets()))
     assert left == [1, 1, 1, 1, 1, 0], "it is removed when it has been missing for ten minutes of looks"
     index.close()
@@ -135,7 +135,7 @@ def test_a_node_whose_clock_is_ahead_leaves_young_files_alone(
     other.create_set(set_info(1, "writer"))
     other.close_set(1, 4096)
     other.acquire_lease(writer_lease("writer"), "writer", time.time(), LEASE_S)
-    Housekeeper(far, tmp_path / "v2", "keeper", clock).sweep()
+    Sweeper(far, tmp_path / "v2", "keeper", clock).sweep()
     assert [info.set_id for info in other.sets()] == [1]
     assert len(list(folder.iterdir())) == 3
 

@@ -192,7 +192,7 @@ def test_lists_that_redis_lost_alone_cost_no_set(server: Server, tmp_path: Path)
     one.store._keeper._due.renew_s = 0.0
     wait_until(lambda: saves_all(one, 3) and hits(other, prompt(3)) == 3, "a save in a new set")
     one.close()
-    other.store._keeper._housekeeper.sweep()
+    other.store._keeper._sweeper.sweep()
     assert [hits(other, prompt(number)) for number in range(4)] == [3] * 4
     index = other.store._keeper._index
     assert index.without_list([info.set_id for info in index.sets() if not info.is_open]) == set()
@@ -212,8 +212,8 @@ def test_a_lost_list_is_made_whole_although_redis_fails_in_between(
     server.cli("del", f"kvtier:{{{info.set_id:016x}}}")
     with monkeypatch.context() as failing, pytest.raises(IndexUnavailable):
         failing.setattr(RedisIndex, "publish", lambda *arguments: refuse())
-        keeper._housekeeper.sweep()
-    keeper._housekeeper.sweep()
+        keeper._sweeper.sweep()
+    keeper._sweeper.sweep()
     assert hits(other, prompt(0)) == 3
     other.close()
 
@@ -277,7 +277,7 @@ def test_a_redis_that_starts_from_an_old_snapshot_gets_all_records_again(server:
     wait_until(lambda: hits_of_the_other() == before, "hits of the other engine")
 
     def is_held(info: SetInfo) -> bool:
-        return any(info.set_id in one.store._keeper.supplies.set_ids() for one in engines)
+        return any(info.set_id in one.store._keeper.allocators.set_ids() for one in engines)
 
     wait_until(lambda: all(is_held(info) for info in index.sets() if info.is_open), "no set stays open for nothing")
     for one in engines:

@@ -20,8 +20,8 @@ import torch
 from kvtier.errors import KVTierError
 from kvtier.format.namespace import chunk_keys
 from kvtier.index.open import open_redis_to_mend
-from kvtier.maintenance.consistency_check import check_agreement, drop_lost
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.consistency_check import check_consistency, drop_lost
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.runtime import metrics as names
 from kvtier.storage.root import namespace_folders, open_root, read_namespace
 from tests.redis_server import Server, has_redis, standalone
@@ -110,7 +110,7 @@ def sweep(folder: Path, url: str) -> None:
     while (doing := (folder / "state").read_text()) != "end":
         with suppress(KVTierError), closing(open_redis_to_mend(found, open_root(found))) as index:
             if not doing.startswith("rest"):
-                keeper = Housekeeper(index, folder / "kv/v2", "a sweeper")
+                keeper = Sweeper(index, folder / "kv/v2", "a sweeper")
                 rng.choice([keeper.sweep, keeper.rebuild])()
         time.sleep(rng.random())
 
@@ -162,10 +162,10 @@ def look(folder: Path, url: str, turn: int) -> None:
         wait_until(lambda: all(map(index.resolve, wanted)), "a save of each engine")
         put(folder / "state", f"rest {turn}")
         wait_until(lambda: sum(one["turn"] == turn and not one["waiting"] for one in told(folder)) == ENGINES, "rest")
-        keeper = Housekeeper(index, root.folder, "the test")
+        keeper = Sweeper(index, root.folder, "the test")
         wait_until(keeper.rebuild, "a rebuild")
         drop_lost(index)
-        assert not check_agreement(root, index).disagreements
+        assert not check_consistency(root, index).disagreements
         saved = {bytes.fromhex(key) for path in folder.glob("saved*") for key in path.read_text().split()}
         lost = [key for key, value in zip(saved, index.find(list(saved)), strict=True) if value is None]
         assert len(lost) <= sum(one["refused"] for one in told(folder)), "chunks that count as saved are in no index"

@@ -29,7 +29,7 @@ def test_folders_are_listed_once_for_each_look_however_many_sets_are_doubtful(
         return namespace_folders(folder)
 
     monkeypatch.setattr(consistency_check, "namespace_folders", list_them)
-    found = consistency_check.check_agreement(find_root(tmp_path), MemoryIndex(), wait=lambda seconds: None)
+    found = consistency_check.check_consistency(find_root(tmp_path), MemoryIndex(), wait=lambda seconds: None)
     assert found.n_disagreements == found.records == 25 and found.segments > 2
     assert {row.what for row in found.disagreements} == {"no segment set of the index"}
     assert len(listed) == 2
@@ -51,7 +51,7 @@ def test_a_second_record_of_a_part_is_counted_apart_from_one_of_a_part_that_is_m
         engine.close()
     key, at = places[0][0]
     assert index.publish([NewRecord(key, at, engine.shape.whole)]) == 1 and not index.resolve([key])
-    found = consistency_check.check_agreement(find_root(tmp_path), index, wait=lambda seconds: None)
+    found = consistency_check.check_consistency(find_root(tmp_path), index, wait=lambda seconds: None)
     assert (found.records, found.indexed, found.second, found.unnamed, found.is_clean) == (4, 1, 1, 2, True)
     missing = {segment_name(at.set_id, at.part) for _, (_, at) in places}
     assert {(row.segment, row.what) for row in found.unnamed_places} == {(name, "not in the index") for name in missing}
@@ -72,9 +72,9 @@ def test_a_record_is_no_disagreement_once_the_other_record_of_its_chunk_was_evic
     assert key == other_key and first.set_id != second.set_id
     assert index.publish([NewRecord(key, at, first.extent) for at in (first, second)]) == 1
     folder = find_root(tmp_path)
-    found = consistency_check.check_agreement(folder, index, wait=lambda seconds: None)
+    found = consistency_check.check_consistency(folder, index, wait=lambda seconds: None)
     assert (found.records, found.indexed, found.second, found.unnamed) == (2, 1, 1, 0)
     Remover(index, folder.folder).remove(index.some_sets([first.set_id])[0])
-    found = consistency_check.check_agreement(folder, index, wait=lambda seconds: None)
+    found = consistency_check.check_consistency(folder, index, wait=lambda seconds: None)
     assert (found.records, found.indexed, found.unnamed, found.n_disagreements) == (1, 0, 1, 0) and found.is_clean
     assert [row.segment for row in found.unnamed_places] == [segment_name(second.set_id, second.part)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.maintenance.sweep_lease import LEASE_TTL_S
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from tests.scheduler.test_slow_writers import BLOCKS, after, fall_silent, loads, segments, tokens_of
 from tests.support.clock import Clock
 from tests.worker.test_trimming import RECORD_BYTES, engine_of
@@ -23,7 +23,7 @@ def test_it_cuts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     fall_silent(writer)
     writer.save(tokens_of(1), BLOCKS)
     index, clock = writer.store._keeper._index, StallingClock(time.time())
-    sweeper = Housekeeper(index, writer.root / "v2", "slow", clock)
+    sweeper = Sweeper(index, writer.root / "v2", "slow", clock)
     whole = sum(path.stat().st_size for path in segments(tmp_path))
     with monkeypatch.context() as patched:
         patched.setattr(index, "members", after(index.members, clock.stall))
@@ -41,9 +41,9 @@ def test_it_reads_nothing_back_and_says_so(tmp_path: Path, monkeypatch: pytest.M
     index, clock = writer.store._keeper._index, StallingClock(time.time())
     for info in index.sets():
         index.remove_set(info.set_id)
-    sweeper = Housekeeper(index, writer.root / "v2", "slow", clock)
+    sweeper = Sweeper(index, writer.root / "v2", "slow", clock)
     with monkeypatch.context() as patched:
-        reading = sweeper._read_back
+        reading = sweeper._recovery
         patched.setattr(reading, "_read_segment", after(reading._read_segment, clock.stall))
         rebuilt = sweeper.rebuild()
     assert rebuilt is None and index.counts().records == 0

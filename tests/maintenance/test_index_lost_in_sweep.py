@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from tests.support.rig import saved_by_another
 
 TOKENS, BLOCKS = list(range(1000, 1000 + 64 * 5)), list(range(20))
@@ -29,13 +29,13 @@ def test_sets_that_a_lost_index_knew_keep_their_segments(tmp_path: Path) -> None
     segments = sorted(tmp_path.glob("v2/*/*.kvseg"))
     index = Forgetful(LmdbIndex(str(tmp_path / "v2" / "index")))
 
-    class ForgetsMeanwhile(Housekeeper):
+    class ForgetsMeanwhile(Sweeper):
         def _next_closed(self, known: dict[int, object]) -> set[int]:  # type: ignore[override]
             index.forget()
             return set(known)
 
     ForgetsMeanwhile(index, tmp_path / "v2", "sweeper").sweep()  # type: ignore[arg-type]
     assert sorted(tmp_path.glob("v2/*/*.kvseg")) == segments and segments
-    Housekeeper(index, tmp_path / "v2", "sweeper").rebuild()  # type: ignore[arg-type]
+    Sweeper(index, tmp_path / "v2", "sweeper").rebuild()  # type: ignore[arg-type]
     index.rebuilt(index.loss())  # type: ignore[operator]
     assert index.counts().chunks == 5  # type: ignore[operator]

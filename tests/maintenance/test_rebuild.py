@@ -9,7 +9,7 @@ from kvtier import cli
 from kvtier.errors import ConfigError
 from kvtier.index.base import Location, NewRecord
 from kvtier.maintenance.scrub import stats, verify
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.storage.root import find_root
 from tests.damage import write
 from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, saved_by_another
@@ -35,13 +35,13 @@ def test_rebuild_adds_what_is_missing_and_drops_what_no_file_has(tmp_path: Path)
     wrong = Location(*members[keys[2]][:5], checksums=(1, 2, 3, 4))
     index.retract(keys[2], members[keys[2]])
     assert index.publish([NewRecord(keys[2], wrong, other.shape.whole)]) == 1
-    done = Housekeeper(index, tmp_path / "v2", "me").rebuild()
+    done = Sweeper(index, tmp_path / "v2", "me").rebuild()
     assert (done.segments, done.records, done.unreadable) == (1, 2, ())
     again = {key: location for info in index.sets() for key, location in index.members(info.set_id)}
     assert again == members
     (path,) = tmp_path.glob("v2/*/*.kvseg")
     path.unlink()
-    assert Housekeeper(index, tmp_path / "v2", "me").rebuild().removed_sets == 1
+    assert Sweeper(index, tmp_path / "v2", "me").rebuild().removed_sets == 1
     assert other.load(TOKENS, TARGET) == (0, [])
 
 
@@ -105,5 +105,5 @@ def test_a_namespace_without_its_description_is_said_and_counted(tmp_path: Path)
     assert verify(root, index).bad[-1].segment.endswith("namespace.json")
     found = stats(root, index)
     assert found.n_bytes > 0 and len(found.unreadable) == 1
-    done = Housekeeper(index, tmp_path / "v2", "me").rebuild()
+    done = Sweeper(index, tmp_path / "v2", "me").rebuild()
     assert done.removed_sets == 0 and len(done.unreadable) == 1

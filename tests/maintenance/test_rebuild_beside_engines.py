@@ -131,7 +131,7 @@ def test_none_is_made_or_evicted_before_a_killed_rebuild_was_completed(
     others.index.release_lease(SWEEP_LEASE, keeper._plan.owner)  # as if it had run out
     others.tick()
     assert [n_stored(other, number) for number in range(STORED_SETS)] == [SLOTS] * STORED_SETS
-    wait_until(lambda: others.tick() or not others.supplies.common.wants_set(), "a segment set")
+    wait_until(lambda: others.tick() or not others.allocators.common.wants_set(), "a segment set")
     for number in range(20, 20 + CAPACITY_SETS):
         assert save(other, number) == SLOTS
         others.tick()
@@ -149,4 +149,4 @@ def test_a_set_that_was_made_while_the_index_was_lost_is_not_used(
     with monkeypatch.context() as patched:
         patched.setattr(others._evictor, "make_room", after(others._evictor.make_room, lose))
         others.tick()
-    assert others.index.was_reset and not others.index.sets() and others.supplies.common.wants_set()
+    assert others.index.was_reset and not others.index.sets() and others.allocators.common.wants_set()

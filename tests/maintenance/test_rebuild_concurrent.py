@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from kvtier.index.lmdb.index import LmdbIndex
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.plan import SaveOutcome
 from tests.maintenance.test_index_lost_in_sweep import Forgetful
-from tests.scheduler.test_slow_writers import BLOCKS, before, fall_silent, housekeeper, loads, once, tokens_of, told
+from tests.scheduler.test_slow_writers import BLOCKS, before, fall_silent, loads, once, sweeper, tokens_of, told
 from tests.support.rig import TOKENS, Engine, saved_by_another
 from tests.worker.test_trimming import engine_of
 
@@ -22,8 +22,8 @@ def test_a_set_whose_records_were_forgotten_while_it_was_read_comes_in_with_them
     saved_by_another(tmp_path, TOKENS, BLOCKS)
     segments = sorted(tmp_path.glob("v2/*/*.kvseg"))
     index = Forgetful(LmdbIndex(str(tmp_path / "v2" / "index")))
-    keeper = Housekeeper(index, tmp_path / "v2", "me")  # type: ignore[arg-type]
-    reading = keeper._read_back
+    keeper = Sweeper(index, tmp_path / "v2", "me")  # type: ignore[arg-type]
+    reading = keeper._recovery
     monkeypatch.setattr(reading, "_read_segment", before(reading._read_segment, once(index.forget)))
     rebuilt = keeper.rebuild()
     assert rebuilt is not None and rebuilt.records == 5
@@ -40,16 +40,16 @@ def test_what_a_writer_was_refused_is_not_read_back_while_it_cuts_that_off(
     writer = engine_of(tmp_path, 6)
     fall_silent(writer)
     assert told(writer, tokens_of(1)) == {SaveOutcome.SAVED}
-    housekeeper(writer).sweep()
+    sweeper(writer).sweep()
     index, segments = writer.store._keeper._index, writer.transfers[0]._saver.writer.segments
     leave, left = segments.leave, []
 
     def while_it_is_read_back(namespace: bytes, written: Collection[object]) -> set[int]:
         """The rebuild has read all pages when the writer cuts."""
-        rebuilding = housekeeper(writer, "rebuilding")
+        rebuilding = sweeper(writer, "rebuilding")
         cut = once(lambda: left.append(leave(namespace, written)))
         with monkeypatch.context() as patched:
-            reading = rebuilding._read_back
+            reading = rebuilding._recovery
             patched.setattr(reading, "_add_missing", before(reading._add_missing, cut))
             rebuilding.rebuild()
         return left[0]
@@ -72,6 +72,6 @@ def test_what_lies_before_a_visible_record_is_added_to_a_set_that_was_taken_over
     members = sorted(index.members(info.set_id), key=lambda member: member[1].slot)
     for slot in (1, 4):
         assert index.retract(*members[slot])
-    rebuilt = housekeeper(writer).rebuild()
+    rebuilt = sweeper(writer).rebuild()
     assert rebuilt is not None and rebuilt.records == 1
     assert {at.slot for _, at in index.members(info.set_id)} == {0, 1, 2, 3}

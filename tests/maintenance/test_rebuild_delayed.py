@@ -11,7 +11,7 @@ from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.index.base import Location
 from kvtier.maintenance import rebuild as read_back
 from kvtier.maintenance.record_check import RecordVerdict
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.storage.segments import SegmentFiles, parse_segment_name, segment_name
 from tests.maintenance.test_delayed_sweeps import StallingClock
 from tests.maintenance.test_rebuild_sets import indexes_end as indexes_end
@@ -29,7 +29,7 @@ def test_who_may_have_lost_the_lease_has_not_rebuilt_the_index(
     """Of a set that the index knows in part nothing was added, and it was called whole all the same."""
     _, _, index = lost(tmp_path)
     clock = StallingClock(time.time())
-    keeper = Housekeeper(index, tmp_path / "v2", "me", clock)
+    keeper = Sweeper(index, tmp_path / "v2", "me", clock)
     keeper.rebuild()
     (info,) = index.sets()
     for member in index.members(info.set_id)[:3]:
@@ -49,7 +49,7 @@ def test_a_segment_that_fails_late_holds_up_no_other_set(tmp_path: Path, monkeyp
     shutil.rmtree(tmp_path / "v2" / "index")
     index = opened(tmp_path)
     clock = StallingClock(time.time())
-    keeper = Housekeeper(index, tmp_path / "v2", "me", clock)
+    keeper = Sweeper(index, tmp_path / "v2", "me", clock)
     newest = max(path.name for path in tmp_path.glob("v2/*/*.kvseg"))
     read = SegmentFiles._open_file
 
@@ -72,7 +72,7 @@ def test_a_segment_that_fails_late_holds_up_no_other_of_its_set(
     saved_by_another(tmp_path, TOKENS, BLOCKS, changes={"io": {"stripes": 2}})
     index = opened(tmp_path)
     clock = StallingClock(time.time())
-    keeper = Housekeeper(index, tmp_path / "v2", "me", clock)
+    keeper = Sweeper(index, tmp_path / "v2", "me", clock)
     (info,) = index.sets()
     of_part = {part: [m for m in index.members(info.set_id) if m[1].part == part] for part in (0, 1)}
     for key, location in of_part[1 - fails]:
@@ -115,7 +115,7 @@ def test_a_rebuild_that_fails_leaves_no_segment_open(
     with monkeypatch.context() as patched:
         patched.setattr(index, call, refuse)
         with pytest.raises(IndexUnavailable):
-            Housekeeper(index, tmp_path / "v2", "me").rebuild()
+            Sweeper(index, tmp_path / "v2", "me").rebuild()
     assert open_segments() == before
 
 
@@ -136,11 +136,11 @@ def test_who_reads_what_lies_there_twice_gives_signs_of_life_and_reads_it_once(
         return plain(files, key, location)
 
     monkeypatch.setattr(read_back, "judge", look)
-    keeper = Housekeeper(index, tmp_path / "v2", "me")
+    keeper = Sweeper(index, tmp_path / "v2", "me")
     assert keeper.rebuild(lambda done, total: told.append((done, total))) is not None
     assert told_before == [3] and told == [(0, 2), (1, 2), (2, 2), (2, 2)], "each segment, the look, the end"
     name = parse_segment_name(older.name)
     assert name is not None and keeper._lease.take()
-    assert keeper._read_back.read_set(SegmentFiles(older.parent, direct=False), name[0], [0], {}) == 0
+    assert keeper._recovery.read_set(SegmentFiles(older.parent, direct=False), name[0], [0], {}) == 0
     assert len(told_before) == 1
     assert keeper.rebuild() is not None and len(told_before) == 2, "it may be bad by now"

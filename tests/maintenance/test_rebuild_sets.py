@@ -15,9 +15,9 @@ from kvtier.errors import IndexUnavailable, TierUnavailable
 from kvtier.index.base import Index, IndexCounts, Location, NewRecord
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.maintenance import rebuild as read_back
-from kvtier.maintenance.rebuild import ReadBack
+from kvtier.maintenance.rebuild import SetRecovery
 from kvtier.maintenance.sweep_lease import SWEEP_LEASE
-from kvtier.maintenance.sweeper import CLOCK_TOLERANCE_S, ORPHAN_GRACE_S, Housekeeper
+from kvtier.maintenance.sweeper import CLOCK_TOLERANCE_S, ORPHAN_GRACE_S, Sweeper
 from kvtier.storage.segments import SegmentFiles, segment_name
 from tests.scheduler.test_slow_writers import before, by_hand, once
 from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, saved_by_another
@@ -72,7 +72,7 @@ def test_what_a_writer_was_refused_long_ago_and_never_cut_off_is_read_back(tmp_p
     published. Each check said that a rebuild would add it."""
     writer, index, (key, location) = living_writer(tmp_path)
     index.take_over(location.set_id)
-    keeper = Housekeeper(index, tmp_path / "v2", "me")
+    keeper = Sweeper(index, tmp_path / "v2", "me")
     assert keeper.rebuild() is not None and index.resolve([key]) == [], "its writer may still cut it off"
     (path,) = tmp_path.glob("v2/*/*.kvseg")
     os.utime(path, (1, 1))
@@ -98,9 +98,9 @@ def test_a_sweep_waits_until_all_of_a_sets_segments_are_old(tmp_path: Path) -> N
     paths, keys, index = lost(tmp_path, ranks=2)
     now_s = time.time()
     os.utime(paths[1], (now_s, now_s))
-    Housekeeper(index, tmp_path / "v2", "me").sweep()
+    Sweeper(index, tmp_path / "v2", "me").sweep()
     assert index.counts().sets == 0
-    Housekeeper(index, tmp_path / "v2", "me", clock=lambda: now_s + ORPHAN_GRACE_S + 1).sweep()
+    Sweeper(index, tmp_path / "v2", "me", clock=lambda: now_s + ORPHAN_GRACE_S + 1).sweep()
     assert len(index.resolve(keys)) == 5
 
 
@@ -111,7 +111,7 @@ def test_a_set_of_which_one_segment_cannot_be_read_is_taken_in_later(
 ) -> None:
     """The other one came in alone, and this one never."""
     paths, keys, index = lost(tmp_path, ranks=2)
-    keeper = Housekeeper(index, tmp_path / "v2", "me")
+    keeper = Sweeper(index, tmp_path / "v2", "me")
     refuse_once(monkeypatch, paths[rank])
     if doing == "sweep":
         keeper.sweep()
@@ -138,7 +138,7 @@ def test_a_file_whose_status_cannot_be_read_does_not_end_a_rebuild(
     refuse_once(monkeypatch, paths[0])
     with monkeypatch.context() as patch:
         patch.setattr(os, "lstat", refuse)
-        done = Housekeeper(index, tmp_path / "v2", "me").rebuild()
+        done = Sweeper(index, tmp_path / "v2", "me").rebuild()
     assert done is not None and len(done.unreadable) == 1 and paths[0].name in done.unreadable[0]
 
 
@@ -148,7 +148,7 @@ def test_what_goes_while_a_sweep_reads_it_does_not_come_back(
 ) -> None:
     """An evictor that was slow removes its files, of one rank after the other."""
     paths, keys, index = lost(tmp_path, ranks=2)
-    keeper = Housekeeper(index, tmp_path / "v2", "me")
+    keeper = Sweeper(index, tmp_path / "v2", "me")
     unlink = once(lambda: [path.unlink() for path in paths[:gone]])
     monkeypatch.setattr(index, "create_set", before(index.create_set, unlink))
     keeper.sweep()
@@ -161,7 +161,7 @@ def test_what_is_no_segment_takes_nothing_else_with_it(tmp_path: Path) -> None:
     paths, _, index = lost(tmp_path, ranks=2)
     paths[0].write_bytes(b"x" * HEADER_BYTES)
     os.utime(paths[0], (1, 1))
-    keeper = Housekeeper(index, tmp_path / "v2", "me")
+    keeper = Sweeper(index, tmp_path / "v2", "me")
     keeper.sweep()
     assert [path.exists() for path in paths] == [False, True]
     assert index.counts().records == 5
@@ -175,16 +175,16 @@ def test_a_sweep_beside_a_rebuild_removes_no_segment_that_is_still_to_be_read(
     """The first rank's held no record, so the set was in the index without any when the sweep came by: both went."""
     paths, _, index = lost(tmp_path, ranks=2)
     os.truncate(paths[0], HEADER_BYTES)
-    rebuilding, sweeper = Housekeeper(index, tmp_path / "v2", "cli"), Housekeeper(index, tmp_path / "v2", "engine")
-    read = ReadBack._read_segment
+    rebuilding, sweeper = Sweeper(index, tmp_path / "v2", "cli"), Sweeper(index, tmp_path / "v2", "engine")
+    read = SetRecovery._read_segment
 
-    def sweep_before_the_second(self: ReadBack, files: SegmentFiles, set_id: int, rank: int) -> object:
+    def sweep_before_the_second(self: SetRecovery, files: SegmentFiles, set_id: int, rank: int) -> object:
         if rank == 1:
             index.release_lease(SWEEP_LEASE, "cli")  # as if it had run out
             sweeper.sweep()
         return read(self, files, set_id, rank)
 
-    monkeypatch.setattr(ReadBack, "_read_segment", sweep_before_the_second)
+    monkeypatch.setattr(SetRecovery, "_read_segment", sweep_before_the_second)
     rebuilding.rebuild()
     assert paths[1].exists() and index.counts().records == 5
 
@@ -200,7 +200,7 @@ def test_a_set_that_came_in_by_half_comes_in_again(tmp_path: Path, monkeypatch: 
         raise IndexUnavailable("locked by another process")
 
     monkeypatch.setattr(index, "publish", refuse)
-    keeper = Housekeeper(index, tmp_path / "v2", "me")
+    keeper = Sweeper(index, tmp_path / "v2", "me")
     with pytest.raises(IndexUnavailable):
         keeper.sweep() if doing == "sweep" else keeper.rebuild()
     keeper.sweep()
@@ -219,7 +219,7 @@ def test_what_was_read_back_is_refused_where_its_set_was_taken_over_since(
         return publish(records, **options)
 
     monkeypatch.setattr(index, "publish", arrive_late)
-    Housekeeper(index, tmp_path / "v2", "me").rebuild()
+    Sweeper(index, tmp_path / "v2", "me").rebuild()
     assert last not in index.members(last[1].set_id)
 
 
@@ -234,20 +234,20 @@ def test_what_a_living_writer_has_is_kept_when_the_index_refuses(
     with monkeypatch.context() as patched:
         patched.setattr(index, "publish", refuse)
         with pytest.raises(IndexUnavailable):
-            Housekeeper(index, tmp_path / "v2", "me").rebuild()
+            Sweeper(index, tmp_path / "v2", "me").rebuild()
     assert writer.load(TOKENS, TARGET)[0] == 4
 
 
 def test_one_at_a_time_looks_after_a_roots_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep cut segments of which a rebuild had read more, and entries pointed behind their ends."""
     _, _, index = lost(tmp_path)
-    first, second = Housekeeper(index, tmp_path / "v2", "first"), Housekeeper(index, tmp_path / "v2", "second")
+    first, second = Sweeper(index, tmp_path / "v2", "first"), Sweeper(index, tmp_path / "v2", "second")
     outcomes: list[object] = []
 
     def look() -> None:
         outcomes.append((index.lease_owner(SWEEP_LEASE, time.time()), second.rebuild()))
 
-    reading = first._read_back
+    reading = first._recovery
     monkeypatch.setattr(reading, "_read_segment", before(reading._read_segment, once(look)))
     done = first.rebuild()
     assert outcomes == [("first", None)] and done is not None and done.records == 5
@@ -293,9 +293,9 @@ def test_a_file_that_was_away_at_a_rebuild_is_read_back_by_a_sweep(
     Not while it is young: a writer that was refused a record may cut it."""
     paths, keys, index = lost(tmp_path, ranks=2)
     now_s = time.time()
-    keeper = Housekeeper(index, tmp_path / "v2", "me", clock=lambda: now_s)
+    keeper = Sweeper(index, tmp_path / "v2", "me", clock=lambda: now_s)
     monkeypatch.setattr(keeper, "_may_be_away", True)
-    monkeypatch.setattr(keeper._read_back, "_may_be_away", True)
+    monkeypatch.setattr(keeper._recovery, "_may_be_away", True)
     away = paths[1].rename(tmp_path / "away")
     assert keeper.rebuild() is not None
     assert index.resolve(keys) == [] and index.counts().records == 5
@@ -311,7 +311,7 @@ def test_a_file_that_was_away_at_a_rebuild_is_read_back_by_a_sweep(
 def test_a_segment_of_which_reads_end_too_soon_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Lustre with a target away. It is in no index, so all that tells it from other files is its header."""
     (path,), keys, index = lost(tmp_path)
-    keeper = Housekeeper(index, tmp_path / "v2", "me", clock=lambda: time.time() + ORPHAN_GRACE_S + CLOCK_TOLERANCE_S)
+    keeper = Sweeper(index, tmp_path / "v2", "me", clock=lambda: time.time() + ORPHAN_GRACE_S + CLOCK_TOLERANCE_S)
     with monkeypatch.context() as patch:
         preadv = os.preadv
         patch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [memoryview(buffers[0])[:2048]], at))
@@ -327,9 +327,9 @@ def test_stale_header_pages_of_a_shared_disk_retract_nothing(tmp_path: Path, mon
     """Another node's writer has published records that pages read through an older descriptor do not show yet."""
     paths, keys, index = lost(tmp_path)
     now_s = time.time()
-    keeper = Housekeeper(index, tmp_path / "v2", "me", clock=lambda: now_s)
+    keeper = Sweeper(index, tmp_path / "v2", "me", clock=lambda: now_s)
     assert keeper.rebuild() is not None and len(index.resolve(keys)) == 5
-    monkeypatch.setattr(keeper._read_back, "_may_be_away", True)
+    monkeypatch.setattr(keeper._recovery, "_may_be_away", True)
     pages = SegmentFiles.pages
     monkeypatch.setattr(SegmentFiles, "pages", lambda *args: (page for page in pages(*args) if page[0] < 3))
     now_s += read_back.SETTLED_S + 1

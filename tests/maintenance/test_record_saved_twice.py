@@ -16,7 +16,7 @@ from kvtier.index.base import Location
 from kvtier.maintenance import record_check
 from kvtier.maintenance.record_check import RecordVerdict, judge
 from kvtier.storage.segments import SegmentFiles, parse_segment_name
-from tests.scheduler.test_slow_writers import housekeeper
+from tests.scheduler.test_slow_writers import sweeper
 from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, is_equal, saved_by_another
 from tests.waiting import wait_until
 from tests.worker.test_faults import flip_payload
@@ -80,7 +80,7 @@ def test_of_two_good_ones_the_first_stays(tmp_path: Path) -> None:
     newer = parse_segment_name(bad.name)
     assert newer is not None and held[newer[0]] == 5 and sum(held.values()) == 5
     before = list(index.entries())
-    rebuilt = housekeeper(reader).rebuild()
+    rebuilt = sweeper(reader).rebuild()
     assert rebuilt is not None and rebuilt.records == 0 and list(index.entries()) == before
 
 

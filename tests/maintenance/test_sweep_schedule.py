@@ -12,7 +12,7 @@ from kvtier.eviction.evictor import Evictor
 from kvtier.index.base import writer_lease
 from kvtier.index.memory import MemoryIndex
 from kvtier.maintenance.sweep_schedule import AT_ONCE_AFTER_S, SWEEP_INTERVAL_S, SWEEP_SPREAD_S
-from kvtier.maintenance.sweeper import SWEPT_NOTE, Housekeeper
+from kvtier.maintenance.sweeper import SWEPT_NOTE, Sweeper
 from kvtier.scheduler.background import SET_BACK_S, Keeper, KeeperPlan
 from tests.support.rig import geometry, namespace
 
@@ -32,16 +32,16 @@ class Cluster:
 
     def _keeper(self, owner: str, index: MemoryIndex, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Keeper:
         plan = KeeperPlan(owner, 4, 100, 100_000, 1e9, 5.0, lambda space: None)
-        housekeeper = Housekeeper(index, folder, owner, lambda: self.now_s)
-        sweep = housekeeper.sweep
+        sweeper = Sweeper(index, folder, owner, lambda: self.now_s)
+        sweep = sweeper.sweep
 
         def noted() -> None:
             self.sweeps.append((owner, self.now_s))
             sweep()
 
-        monkeypatch.setattr(housekeeper, "sweep", noted)  # not of the class: other tests' stores sweep in threads
+        monkeypatch.setattr(sweeper, "sweep", noted)  # not of the class: other tests' stores sweep in threads
         evictor = Evictor(index, folder, owner, clock=lambda: self.now_s)
-        return Keeper(namespace(geometry()), plan, index, housekeeper, evictor, random.Random(owner))
+        return Keeper(namespace(geometry()), plan, index, sweeper, evictor, random.Random(owner))
 
     def run(self, seconds: float, keepers: Sequence[Keeper]) -> list[str]:
         """Who swept meanwhile."""
@@ -101,13 +101,13 @@ def test_an_engine_whose_clock_is_set_back_goes_on_with_its_duties(tmp_path: Pat
     """It gave no sign of life for as long, and made no set where it had just been refused one."""
     keeper = cluster.keepers[0]
     cluster.run(1.0, [keeper])
-    keeper.supplies.forget(keeper.supplies.set_ids())
-    keeper.supplies.all()[0].backoff.refused(cluster.now_s)
+    keeper.allocators.forget(keeper.allocators.set_ids())
+    keeper.allocators.all()[0].backoff.refused(cluster.now_s)
     cluster.index.release_lease(writer_lease("engine-0"), "engine-0")
     cluster.now_s -= 3600.0
     assert cluster.index.lease_owner(writer_lease("engine-0"), cluster.now_s) is None
     swept = cluster.run(1.0, [keeper])
     assert cluster.index.lease_owner(writer_lease("engine-0"), cluster.now_s) == "engine-0"
-    assert keeper.supplies.set_ids() and swept == ["engine-0"]
+    assert keeper.allocators.set_ids() and swept == ["engine-0"]
     cluster.now_s -= SET_BACK_S / 2
     assert cluster.run(1.0, [keeper]) == [], "by a little it is only set right"

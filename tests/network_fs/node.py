@@ -60,7 +60,7 @@ class Work:
         keys = engine.keys(tokens(number))
         parents = [engine.store.namespace_id, *keys]
         began = time.monotonic()
-        while engine.store._keeper.supplies.common.wants_set() and time.monotonic() - began < 5:
+        while engine.store._keeper.allocators.common.wants_set() and time.monotonic() - began < 5:
             time.sleep(0.01)
         wanted = [
             WantedChunk(key, parents[i], tuple(BLOCKS[PER_CHUNK * i : PER_CHUNK * (i + 1)]))

@@ -13,9 +13,9 @@ from kvtier.build import open_store
 from kvtier.connectors.load_costs import LoadCosts
 from kvtier.errors import Corrupt, IndexUnavailable
 from kvtier.index.memory import MemoryIndex
-from kvtier.scheduler.cost_history import KEPT_S, PREFIX, KeptCosts, note_name, pack, unpack
+from kvtier.scheduler.cost_history import KEPT_S, PREFIX, CostHistory, note_name, pack, unpack
 from kvtier.scheduler.engine_report import About
-from kvtier.scheduler.load_threshold import NEVER, BreakEven, Costs, FixedLimit, LoadCost
+from kvtier.scheduler.load_threshold import NEVER, Costs, FixedThreshold, LoadCost, LoadThreshold
 from kvtier.scheduler.store import Store
 from kvtier.storage import root_owner
 from tests.support.rig import geometry, namespace, settings, shares
@@ -53,7 +53,7 @@ def test_what_is_no_note_is_none(note: bytes) -> None:
         unpack(note)
     index = MemoryIndex()
     index.put_note("costs/x", note, None)
-    kept = KeptCosts(index, "costs/x")
+    kept = CostHistory(index, "costs/x")
     kept.refresh(1.0)
     assert kept.expected is None
     kept.latest = SEEN
@@ -91,7 +91,7 @@ def test_a_pod_of_another_name_expects_the_costs_of_its_machine(
 
 def test_little_changes_are_not_written() -> None:
     index = MemoryIndex()
-    kept = KeptCosts(index, "costs/x")
+    kept = CostHistory(index, "costs/x")
     written: list[bytes] = []
     put = index.put_note
     index.put_note = lambda name, value, expires_s: (written.append(value), put(name, value, expires_s))[1]  # type: ignore[func-returns-value, method-assign]
@@ -104,7 +104,7 @@ def test_little_changes_are_not_written() -> None:
 def test_an_index_that_does_not_answer_is_asked_again() -> None:
     index = MemoryIndex()
     index.put_note("costs/x", pack(SEEN), 1.0 + KEPT_S)
-    kept = KeptCosts(index, "costs/x")
+    kept = CostHistory(index, "costs/x")
     notes = index.notes
 
     def fails(prefix: str, now_s: float) -> dict[str, bytes]:
@@ -143,10 +143,10 @@ def test_the_next_engine_knows_when_it_has_started(tmp_path: Path, beats: bool) 
 def test_the_engine_tells_and_learns(caplog: pytest.LogCaptureFixture) -> None:
     """The connector's part: what was kept is expected, what is seen is kept, and that nothing is loaded is said."""
     caplog.set_level(logging.WARNING, "kvtier")
-    kept = KeptCosts(MemoryIndex(), "costs/x")
+    kept = CostHistory(MemoryIndex(), "costs/x")
     kept.expected = Costs(25e-6, LoadCost(0.002, 131e-6))  # a disk
     now = [0.0]
-    costs = LoadCosts(BreakEven(LoadCost(0.0, 0.0)), kept, lambda: now[0])
+    costs = LoadCosts(LoadThreshold(LoadCost(0.0, 0.0)), kept, lambda: now[0])
     assert costs.limit.min_tokens == NEVER
     assert [record.message.split(",")[0] for record in caplog.records] == ["kvtier: hits are computed and not loaded"]
     costs.calibrate(LoadCost(0.002, 130e-6))
@@ -157,6 +157,6 @@ def test_the_engine_tells_and_learns(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 1, "a step that decodes says nothing of prefills"
     costs.saw_step(8192, 0.2)
     assert len(caplog.records) == 2
-    LoadCosts(FixedLimit(256), None).saw_step(8192, 0.2)
-    LoadCosts(FixedLimit(8192), kept).saw_step(8192, 0.2)
+    LoadCosts(FixedThreshold(256), None).saw_step(8192, 0.2)
+    LoadCosts(FixedThreshold(8192), kept).saw_step(8192, 0.2)
     assert len(caplog.records) == 2, "who has set it knows"

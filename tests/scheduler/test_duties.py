@@ -10,7 +10,7 @@ import pytest
 from kvtier.errors import IndexUnavailable
 from kvtier.eviction.evictor import Evictor
 from kvtier.index.memory import MemoryIndex
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.scheduler.background import LIMITS_INTERVAL_S, Keeper, KeeperPlan
 from kvtier.storage.filesystem import FreeSpace
 from tests.support.rig import geometry, namespace
@@ -27,9 +27,9 @@ def keeper(tmp_path: Path, now: list[float]) -> Keeper:
     index = MemoryIndex()
     index.rebuilt(index.loss())
     plan = KeeperPlan("me", 4, 100, 100_000, 1e9, 5.0, lambda space: None)
-    housekeeper = Housekeeper(index, tmp_path, "me", lambda: now[0])
+    sweeper = Sweeper(index, tmp_path, "me", lambda: now[0])
     evictor = Evictor(index, tmp_path, "me", clock=lambda: now[0])
-    return Keeper(namespace(geometry()), plan, index, housekeeper, evictor, random.Random(1))
+    return Keeper(namespace(geometry()), plan, index, sweeper, evictor, random.Random(1))
 
 
 def test_a_duty_behind_a_long_sweep_is_told_the_present_time(
@@ -38,10 +38,10 @@ def test_a_duty_behind_a_long_sweep_is_told_the_present_time(
     """The limits after a sweep of minutes were kept by the time of its begin, and an eviction seen then was dated with
     it, so its space counted as late for too short a time."""
 
-    def sweep(_: Housekeeper) -> None:
+    def sweep(_: Sweeper) -> None:
         now[0] += 300.0
 
-    monkeypatch.setattr(Housekeeper, "sweep", sweep)
+    monkeypatch.setattr(Sweeper, "sweep", sweep)
     keeper._due.sweep.want()
     keeper.tick()
     assert now[0] == 1e9 + 300.0 and keeper._due.limits_s == now[0] + LIMITS_INTERVAL_S
@@ -63,12 +63,12 @@ def test_an_index_that_is_only_down_is_not_said_to_be_rebuilt(
 
 def test_a_closed_set_without_files_leaves_no_room(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes were taken for an eviction's, whose space was on its way: for a minute, sets were made for them."""
-    monkeypatch.setattr(Housekeeper, "free_space", lambda _: FreeSpace(150, None))
+    monkeypatch.setattr(Sweeper, "free_space", lambda _: FreeSpace(150, None))
     keeper.tick()
-    taken = [keeper.supplies.common.take(1e9) for _ in range(4)]
+    taken = [keeper.allocators.common.take(1e9) for _ in range(4)]
     assert keeper._capacity_bytes(1e9) == 150 + 100, "its files may be about to be made"
     for place in taken:
         assert place is not None
-        keeper.supplies.answered("", *place, is_blank=False)
+        keeper.allocators.answered("", *place, is_blank=False)
     keeper.tick()
     assert keeper._capacity_bytes(1e9) == 150

@@ -27,7 +27,7 @@ from kvtier.scheduler.engine_report import (
     Times,
     WorkerReport,
 )
-from kvtier.scheduler.load_threshold import BreakEven
+from kvtier.scheduler.load_threshold import LoadThreshold
 from tests.scheduler.test_slow_writers import by_hand
 from tests.support.rig import Engine
 
@@ -43,7 +43,7 @@ class StepWatch:
 
     def __init__(self, made: Reporter) -> None:
         self._made = made
-        self._limit = BreakEven()
+        self._limit = LoadThreshold()
 
     def saw_step(self, tokens: int, seconds: float) -> None:
         token_s = self._limit.saw_step(tokens, seconds)

@@ -13,8 +13,8 @@ from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.index.base import SetInfo
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.scheduler import background
-from kvtier.scheduler.load_threshold import FixedLimit
-from kvtier.scheduler.segment_allocator import SET_COMES_S, SetSupply
+from kvtier.scheduler.load_threshold import FixedThreshold
+from kvtier.scheduler.segment_allocator import SET_COMES_S, SlotAllocator
 from kvtier.scheduler.store import Store, WantedChunk
 from tests.support.rig import Engine, geometry, namespace, settings, shares
 
@@ -83,7 +83,7 @@ def test_the_first_prompt_of_a_tenant_waits_for_its_set(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(LmdbIndex, "create_set", create_later)
     tokens = list(range(256))
-    bridge = SchedulerBridge(engine.store, BlockShape(64, 16), FixedLimit(64), 2.0, Faults())
+    bridge = SchedulerBridge(engine.store, BlockShape(64, 16), FixedThreshold(64), 2.0, Faults())
     bridge.track(RequestView("r", tokens, {}, may_load=False, may_save=True, tenant="red"))
     steps, deadline, plan = 0, time.monotonic() + 10, None
     while plan is None and time.monotonic() < deadline:
@@ -99,12 +99,12 @@ def test_the_first_prompt_of_a_tenant_waits_for_its_set(tmp_path: Path, monkeypa
 
 
 def test_a_set_is_waited_for_from_when_it_is_missed_and_not_for_long() -> None:
-    supply = SetSupply(1, 1)
-    assert supply.is_coming(10.0) and supply.is_coming(10.0 + SET_COMES_S / 2)
-    assert not supply.is_coming(10.0 + SET_COMES_S), "chunks are given up, and counted"
-    supply.offer(1)
-    assert not supply.is_coming(50.0) and supply.take(50.0) == (1, 0)
-    assert supply.is_coming(60.0) and not supply.is_coming(60.0 + SET_COMES_S)
+    allocator = SlotAllocator(1, 1)
+    assert allocator.is_coming(10.0) and allocator.is_coming(10.0 + SET_COMES_S / 2)
+    assert not allocator.is_coming(10.0 + SET_COMES_S), "chunks are given up, and counted"
+    allocator.offer(1)
+    assert not allocator.is_coming(50.0) and allocator.take(50.0) == (1, 0)
+    assert allocator.is_coming(60.0) and not allocator.is_coming(60.0 + SET_COMES_S)
 
 
 def test_a_tenant_that_gets_no_set_is_not_waited_for(tmp_path: Path) -> None:
@@ -112,5 +112,5 @@ def test_a_tenant_that_gets_no_set_is_not_waited_for(tmp_path: Path) -> None:
     engine.wait_for_set()
     engine.store._keeper._ticker.close(5.0)  # type: ignore[union-attr]
     assert engine.store.is_set_coming("blue")
-    engine.store._keeper.supplies.of("blue", time.time()).backoff.refused(time.time())
+    engine.store._keeper.allocators.of("blue", time.time()).backoff.refused(time.time())
     assert not engine.store.is_set_coming("blue"), "it is at its quota"

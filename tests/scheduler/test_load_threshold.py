@@ -12,9 +12,9 @@ from kvtier.scheduler.load_threshold import (
     STEP_S,
     UNCALIBRATED,
     UNMEASURED_MIN_TOKENS,
-    BreakEven,
     Costs,
     LoadCost,
+    LoadThreshold,
 )
 from tests.support.clock import Clock
 
@@ -29,8 +29,8 @@ def calibrated(latency_s: float, read_bytes_s: float, token_bytes: int) -> LoadC
     return LoadCost(latency_s, token_bytes / read_bytes_s)
 
 
-def measured(cost: LoadCost, prefill_tokens_s: float, step_s: float, clock: Clock) -> BreakEven:
-    found = BreakEven(cost, clock)
+def measured(cost: LoadCost, prefill_tokens_s: float, step_s: float, clock: Clock) -> LoadThreshold:
+    found = LoadThreshold(cost, clock)
     for _ in range(200):
         found.saw_step(8192, 8192 / prefill_tokens_s)
         found.saw_step(1, step_s)
@@ -111,7 +111,7 @@ def test_nothing_calibrated_is_learned() -> None:
 
 
 def test_until_a_prefill_was_measured() -> None:
-    found = BreakEven(calibrated(1e-4, 5e10, 131072))
+    found = LoadThreshold(calibrated(1e-4, 5e10, 131072))
     assert found.min_tokens == UNMEASURED_MIN_TOKENS
     found.saw_step(1, 0.007)
     found.saw_load(8192, 10.0)
@@ -120,13 +120,13 @@ def test_until_a_prefill_was_measured() -> None:
 
 def test_h200() -> None:
     """8B bf16: 131,072 bytes a token, 51.4 GB/s from tmpfs, 8,192 tokens computed in 0.205 s."""
-    found = BreakEven(calibrated(1e-4, 51.4e9, 131072))
+    found = LoadThreshold(calibrated(1e-4, 51.4e9, 131072))
     found.saw_step(8192, 0.205)
     assert 400 < found.min_tokens < 500  # bound by the step of 10 ms that nobody has measured yet
     for _ in range(50):
         found.saw_step(1, 0.006)
     assert 250 < found.min_tokens < 300
-    slow = BreakEven(calibrated(0.002, 0.8e9, 131072))
+    slow = LoadThreshold(calibrated(0.002, 0.8e9, 131072))
     slow.saw_step(8192, 0.205)
     assert slow.min_tokens == NEVER and slow.min_tokens > 1 << 40
 
@@ -147,7 +147,7 @@ def test_a_step_that_compiles_a_kernel_is_forgotten() -> None:
     take 0.1 s. Eight prefills later hits of 3 tokens were still loaded, or of 22."""
     cost = calibrated(1e-4, 50e9, 131072)
     usual = measured(cost, 15000.0, 0.005, Clock())
-    fresh = BreakEven(cost)
+    fresh = LoadThreshold(cost)
     for found, before in ((fresh, 0), (usual, usual.min_tokens)):
         found.saw_step(1500, 23.0)
         assert found.saw_step(1, 2.3) is None
@@ -159,7 +159,7 @@ def test_a_step_that_compiles_a_kernel_is_forgotten() -> None:
 
 
 def test_nonsense_is_not_learned() -> None:
-    found = BreakEven(calibrated(1e-4, 50e9, 131072))
+    found = LoadThreshold(calibrated(1e-4, 50e9, 131072))
     for tokens, seconds in ((0, 1.0), (-1, 1.0), (1000, 0.0), (1000, -1.0), (1000, float("nan")), (10, float("inf"))):
         assert found.saw_step(tokens, seconds) is None
         found.saw_load(tokens, seconds)
@@ -171,7 +171,7 @@ def test_what_an_engine_like_it_saw_counts_until_it_has_measured() -> None:
     """The first request of a fresh process: it was loaded from a disk of 1 GB/s, at 131 us a token, where computing
     takes 25."""
     slow, fast = (calibrated(0.002, rate, 131072) for rate in (1e9, 50e9))
-    found = BreakEven()
+    found = LoadThreshold()
     assert found.min_tokens == UNMEASURED_MIN_TOKENS and found.costs() is None
     found.expect(Costs(25e-6, slow))
     assert found.min_tokens == NEVER
@@ -183,7 +183,7 @@ def test_what_an_engine_like_it_saw_counts_until_it_has_measured() -> None:
 
 
 def test_what_was_expected_does_not_replace_what_was_measured() -> None:
-    found = BreakEven()
+    found = LoadThreshold()
     found.calibrate(calibrated(0.002, 50e9, 131072))
     found.saw_step(8192, 0.205)
     before = found.min_tokens

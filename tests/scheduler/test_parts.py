@@ -17,7 +17,7 @@ from kvtier.format.record import RecordHeader, SegmentHeader, is_blank, record_b
 from kvtier.index.base import Location
 from kvtier.plan import LoadChunk, LoadPlan, SaveChunk, SavePlan
 from kvtier.runtime.threads import ThreadJobs, Ticker
-from kvtier.scheduler.segment_allocator import SetSupply, Supplies
+from kvtier.scheduler.segment_allocator import SlotAllocator, SlotAllocators
 from kvtier.worker.read_plan import sources_of
 from tests.support.rig import geometry
 
@@ -116,80 +116,80 @@ def test_a_header_survives_packing_and_no_changed_byte(header: SegmentHeader | R
         (RecordHeader if header is SEGMENT else SegmentHeader).unpack(page)
 
 
-def test_a_set_supply_gives_every_slot_once_and_asks_in_time() -> None:
-    supply = SetSupply(slots=4, spares_max=1)
-    assert supply.take(0.0) is None and supply.wants_set()
-    supply.offer(1)
-    taken = [supply.take(0.0) for _ in range(2)]
-    assert supply.wants_set(), "half of the last set is gone"
-    supply.offer(2)
-    taken += [supply.take(0.0) for _ in range(4)]
+def test_a_slot_allocator_gives_every_slot_once_and_asks_in_time() -> None:
+    allocator = SlotAllocator(slots=4, spares_max=1)
+    assert allocator.take(0.0) is None and allocator.wants_set()
+    allocator.offer(1)
+    taken = [allocator.take(0.0) for _ in range(2)]
+    assert allocator.wants_set(), "half of the last set is gone"
+    allocator.offer(2)
+    taken += [allocator.take(0.0) for _ in range(4)]
     assert taken == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1)]
-    assert supply.take_settled(1.0) == [], "its saves are not answered"
+    assert allocator.take_settled(1.0) == [], "its saves are not answered"
     for slot in range(4):
-        supply.answered(1, slot, is_blank=False)
-    assert supply.take_settled(1.0) == [1] and supply.take_settled(1.0) == []
-    supply.offer(3)
-    assert supply.abandon() == ([2], [3])
+        allocator.answered(1, slot, is_blank=False)
+    assert allocator.take_settled(1.0) == [1] and allocator.take_settled(1.0) == []
+    allocator.offer(3)
+    assert allocator.abandon() == ([2], [3])
 
 
 def test_an_answer_asks_the_allocator_of_its_tenant_alone() -> None:
     """There may be a thousand tenants, and a step has hundreds of answers."""
-    supplies = Supplies(slots=1, spares_max=8)
-    red, blue = (supplies.of(tenant, 0.0) for tenant in ("red", "blue"))
+    allocators = SlotAllocators(slots=1, spares_max=8)
+    red, blue = (allocators.of(tenant, 0.0) for tenant in ("red", "blue"))
     red.offer(1)
     assert red.take(0.0) == (1, 0)
     blue.answered = None  # type: ignore[method-assign,assignment]
-    supplies.answered("gone", 1, 0, is_blank=True)
+    allocators.answered("gone", 1, 0, is_blank=True)
     assert red.take(0.0) is None
-    supplies.answered("red", 1, 0, is_blank=True)
+    allocators.answered("red", 1, 0, is_blank=True)
     assert red.take(0.0) == (1, 0)
 
 
 def test_a_slot_that_stayed_blank_is_given_again() -> None:
-    supply = SetSupply(slots=3, spares_max=1)
-    supply.offer(1)
-    assert [supply.take(0.0) for _ in range(2)] == [(1, 0), (1, 1)]
-    supply.answered(1, 0, is_blank=True)
-    supply.answered(1, 1, is_blank=False)
-    assert [supply.take(0.0) for _ in range(2)] == [(1, 0), (1, 2)]
-    supply.answered(1, 2, is_blank=True)
-    assert supply.set_ids() == {1} and supply.take_settled(0.0) == []
-    assert supply.take(0.0) == (1, 2), "else refused saves would use up sets that nothing is written to"
+    allocator = SlotAllocator(slots=3, spares_max=1)
+    allocator.offer(1)
+    assert [allocator.take(0.0) for _ in range(2)] == [(1, 0), (1, 1)]
+    allocator.answered(1, 0, is_blank=True)
+    allocator.answered(1, 1, is_blank=False)
+    assert [allocator.take(0.0) for _ in range(2)] == [(1, 0), (1, 2)]
+    allocator.answered(1, 2, is_blank=True)
+    assert allocator.set_ids() == {1} and allocator.take_settled(0.0) == []
+    assert allocator.take(0.0) == (1, 2), "else refused saves would use up sets that nothing is written to"
     for slot in (0, 2):
-        supply.answered(1, slot, is_blank=False)
-    assert supply.take(0.0) is None and supply.take_settled(0.0) == [1]
+        allocator.answered(1, slot, is_blank=False)
+    assert allocator.take(0.0) is None and allocator.take_settled(0.0) == [1]
 
 
 def test_full_sets_with_blank_slots_are_filled_before_new_ones() -> None:
-    supply = SetSupply(slots=2, spares_max=2)
-    supply.offer(1)
-    supply.offer(2)
-    assert [supply.take(0.0) for _ in range(3)] == [(1, 0), (1, 1), (2, 0)]
-    supply.answered(1, 0, is_blank=True)
-    supply.answered(1, 1, is_blank=True)
-    assert [supply.take(0.0) for _ in range(4)] == [(2, 1), (1, 1), (1, 0), None]
-    supply.answered(1, 1, is_blank=True)
-    assert supply.forget([1]) == 1 and supply.take(0.0) is None
-    supply.answered(2, 0, is_blank=True)
-    assert supply.abandon() == ([2], []) and supply.take(0.0) is None
+    allocator = SlotAllocator(slots=2, spares_max=2)
+    allocator.offer(1)
+    allocator.offer(2)
+    assert [allocator.take(0.0) for _ in range(3)] == [(1, 0), (1, 1), (2, 0)]
+    allocator.answered(1, 0, is_blank=True)
+    allocator.answered(1, 1, is_blank=True)
+    assert [allocator.take(0.0) for _ in range(4)] == [(2, 1), (1, 1), (1, 0), None]
+    allocator.answered(1, 1, is_blank=True)
+    assert allocator.forget([1]) == 1 and allocator.take(0.0) is None
+    allocator.answered(2, 0, is_blank=True)
+    assert allocator.abandon() == ([2], []) and allocator.take(0.0) is None
 
 
-def test_a_set_supply_keeps_as_many_ready_as_it_is_told() -> None:
-    supply = SetSupply(slots=2, spares_max=3)
+def test_a_slot_allocator_keeps_as_many_ready_as_it_is_told() -> None:
+    allocator = SlotAllocator(slots=2, spares_max=3)
     for set_id in range(1, 4):
-        assert supply.wants_set()
-        supply.offer(set_id)
-    assert not supply.wants_set()
-    assert supply.take(0.0) == (1, 0) and supply.wants_set(), "half of it is gone"
+        assert allocator.wants_set()
+        allocator.offer(set_id)
+    assert not allocator.wants_set()
+    assert allocator.take(0.0) == (1, 0) and allocator.wants_set(), "half of it is gone"
 
 
 def test_a_full_set_whose_answers_were_lost_is_closed_after_a_while() -> None:
-    supply = SetSupply(slots=1, spares_max=1)
-    supply.offer(1)
-    supply.take(100.0)
-    assert supply.take_settled(101.0) == []
-    assert supply.take_settled(100.0 + 61.0) == [1]
+    allocator = SlotAllocator(slots=1, spares_max=1)
+    allocator.offer(1)
+    allocator.take(100.0)
+    assert allocator.take_settled(101.0) == []
+    assert allocator.take_settled(100.0 + 61.0) == [1]
 
 
 def test_admission_policies() -> None:

@@ -9,7 +9,7 @@ from kvtier.connectors.bridge import ANSWER_GOOD_S, SchedulerBridge
 from kvtier.connectors.faults import Faults
 from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.format import namespace
-from kvtier.scheduler.load_threshold import FixedLimit
+from kvtier.scheduler.load_threshold import FixedThreshold
 from tests.engines.fakes import FakeStore
 
 CHUNK, BLOCK = 256, 16
@@ -27,7 +27,7 @@ class Scene:
         self.hashed_tokens = 0
         self.store = FakeStore()
         shape = BlockShape(CHUNK, BLOCK)
-        self.bridge = SchedulerBridge(self.store, shape, FixedLimit(CHUNK), 2.0, Faults(), lambda: self.now_s)  # type: ignore[arg-type]
+        self.bridge = SchedulerBridge(self.store, shape, FixedThreshold(CHUNK), 2.0, Faults(), lambda: self.now_s)  # type: ignore[arg-type]
         self.bridge.track(RequestView("r", self.tokens, {}, may_load=True, may_save=True))
         blake3, token_bytes = namespace.blake3, namespace._token_bytes
 

@@ -11,7 +11,7 @@ from kvtier.connectors.pending_saves import FAILURES_MAX
 from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.plan import SaveChunk, SaveDone, SaveOutcome, SavePlan
 from kvtier.runtime import metrics as names
-from kvtier.scheduler.load_threshold import FixedLimit
+from kvtier.scheduler.load_threshold import FixedThreshold
 from kvtier.scheduler.save_pacing import PAUSE_MAX, PAUSE_STORING_MAX, WINDOW_MAX, WINDOW_MIN, SavePacing
 from tests.support.rig import BLOCK_TOKENS, Engine
 
@@ -31,7 +31,7 @@ class Scene:
         self.size = self.engine.shape.chunk_tokens
         self.faults = Faults()
         shape = BlockShape(self.size, BLOCK_TOKENS)
-        self.bridge = SchedulerBridge(self.engine.store, shape, FixedLimit(1), 2.0, self.faults)
+        self.bridge = SchedulerBridge(self.engine.store, shape, FixedThreshold(1), 2.0, self.faults)
         self.taken: dict[str, list[int]] = {}
         self.numbers: dict[bytes, tuple[str, int]] = {}
         self.tokens: dict[str, list[int]] = {}

@@ -9,7 +9,7 @@ from kvtier.connectors.faults import Faults
 from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.format.namespace import chunk_keys, salt_extra
 from kvtier.runtime import metrics as names
-from kvtier.scheduler.load_threshold import FixedLimit
+from kvtier.scheduler.load_threshold import FixedThreshold
 from kvtier.scheduler.shared_loads import LENGTH_RATIO, WAITS_MAX, SharedLoads
 from tests.engines.fakes import FakeStore
 
@@ -24,14 +24,14 @@ class Scene:
     def __init__(self, wait_s: float = WAIT_S) -> None:
         self.now_s = 0.0
         self.store = FakeStore()
-        limit = FixedLimit(CHUNK)
+        limit = FixedThreshold(CHUNK)
         self.bridge = SchedulerBridge(self.store, BlockShape(CHUNK, BLOCK), limit, 2.0, Faults(), lambda: self.now_s)  # type: ignore[arg-type]
         self.shared.wait_s = wait_s
         self._n_blocks = 0
 
     @property
     def shared(self) -> SharedLoads:
-        return self.bridge.room.shared
+        return self.bridge.active_loads.shared
 
     def request(self, name: str, tokens: Sequence[int], stored: int | None = None, salt: str = "") -> None:
         extras = {0: salt_extra(salt)} if salt else {}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.scheduler import background
 from tests.support.rig import Engine
 
@@ -22,16 +22,16 @@ def test_what_a_hanging_tick_is_at_is_not_done_a_second_time(tmp_path: Path, mon
     later: list[str] = []
     raised: list[object] = []
 
-    def close_set(self: Housekeeper, set_id: int) -> None:
+    def close_set(self: Sweeper, set_id: int) -> None:
         closed.append(set_id)
         hangs.set()
         assert len(closed) > 1 or goes_on.wait(20)
 
-    monkeypatch.setattr(Housekeeper, "close_set", close_set)
-    monkeypatch.setattr(Housekeeper, "sweep", lambda self: later.append("sweep"))
+    monkeypatch.setattr(Sweeper, "close_set", close_set)
+    monkeypatch.setattr(Sweeper, "sweep", lambda self: later.append("sweep"))
     monkeypatch.setattr(threading, "excepthook", raised.append)
     ours._due.sweep.due_s = float("inf")
-    ours._done_with.to_close += [1, 2]
+    ours._pending.to_close += [1, 2]
     ticker.wake()
     assert hangs.wait(20)
     ours._due.sweep.want()

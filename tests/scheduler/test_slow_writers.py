@@ -14,9 +14,9 @@ import pytest
 from kvtier.eviction.set_removal import Remover
 from kvtier.index.base import writer_lease
 from kvtier.index.lmdb.index import LmdbIndex
-from kvtier.maintenance.rebuild import ReadBack
+from kvtier.maintenance.rebuild import SetRecovery
 from kvtier.maintenance.sweep_lease import SWEEP_LEASE
-from kvtier.maintenance.sweeper import CLOCK_TOLERANCE_S, ORPHAN_GRACE_S, Housekeeper
+from kvtier.maintenance.sweeper import CLOCK_TOLERANCE_S, ORPHAN_GRACE_S, Sweeper
 from kvtier.plan import SaveOutcome
 from kvtier.scheduler.background import Keeper
 from kvtier.storage.segments import SegmentFiles, Sharing
@@ -77,8 +77,8 @@ def before(method: Callable[..., Any], act: Callable[[], object]) -> Callable[..
     return run
 
 
-def housekeeper(engine: Engine, name: str = "other") -> Housekeeper:
-    return Housekeeper(engine.store._keeper._index, engine.root / "v2", name)
+def sweeper(engine: Engine, name: str = "other") -> Sweeper:
+    return Sweeper(engine.store._keeper._index, engine.root / "v2", name)
 
 
 def loads(root: Path, tokens: Sequence[int]) -> int:
@@ -106,10 +106,10 @@ def test_what_a_sweeper_cut_off_before_it_was_published_is_not_saved(
     if has_records:
         writer.save(tokens_of(1), BLOCKS)
     index = writer.transfers[0]._worker.index
-    monkeypatch.setattr(index, "publish", before(index.publish, once(housekeeper(writer).sweep)))
+    monkeypatch.setattr(index, "publish", before(index.publish, once(sweeper(writer).sweep)))
     ring = writer.transfers[0]._worker.io.ring
     if has_records:  # cut before the bytes come: they make the file long again
-        monkeypatch.setattr(ring, "submit", before(ring.submit, once(housekeeper(writer).sweep)))
+        monkeypatch.setattr(ring, "submit", before(ring.submit, once(sweeper(writer).sweep)))
     assert told(writer, tokens_of(2)) == {SaveOutcome.FAILED}
     assert sum(path.stat().st_size for path in segments(tmp_path)) == (4096 + 2 * RECORD_BYTES) * has_records
     keeper._due.renew_s = 0.0
@@ -128,7 +128,7 @@ def test_a_segment_that_is_made_late_is_not_left_in_no_index(
     keeper = fall_silent(writer)
     index = keeper._index
     meanwhile: dict[str, Callable[[], object]] = {
-        "not at all": housekeeper(writer).sweep,
+        "not at all": sweeper(writer).sweep,
         "as taken over": lambda: [index.take_over(info.set_id) for info in index.sets()],
         "not, for it was lost": lambda: shutil.rmtree(tmp_path / "v2" / "index"),
     }
@@ -144,7 +144,7 @@ def test_a_segment_that_is_made_late_is_not_left_in_no_index(
     keeper._due.renew_s = 0.0
     keeper.tick()
     assert told(writer, tokens_of(2)) == {SaveOutcome.SAVED}, "it goes on in a set of its own"
-    housekeeper(writer).sweep()
+    sweeper(writer).sweep()
     left = {int(path.name[:16], 16) for path in segments(tmp_path)}
     assert left == {info.set_id for info in index.sets() if index.members(info.set_id)}
     writer.close()
@@ -207,10 +207,10 @@ def test_an_engine_that_needs_no_set_asks_once_in_a_tick_whether_the_index_is_lo
     keeper.tick()
     assert asked == [False]
     writer.save(tokens_of(1, 5), BLOCKS)
-    assert keeper.supplies.n_unused == 0
+    assert keeper.allocators.n_unused == 0
     asked.clear()
     keeper.tick()
-    assert keeper.supplies.n_unused == 1 and len(asked) > 1 and not any(asked)
+    assert keeper.allocators.n_unused == 1 and len(asked) > 1 and not any(asked)
 
 
 def test_an_engine_gives_signs_of_life_while_it_rebuilds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_an_engine_gives_signs_of_life_while_it_rebuilds(tmp_path: Path, monkeyp
         writer.close()
     engine = engine_of(tmp_path, 6, writer_lease_s=1.0)
     keeper, index = by_hand(engine), engine.store._keeper._index
-    now_s = [keeper._housekeeper.clock()]
+    now_s = [keeper._sweeper.clock()]
     silent: list[float] = []
 
     def read_slowly() -> None:
@@ -228,8 +228,8 @@ def test_an_engine_gives_signs_of_life_while_it_rebuilds(tmp_path: Path, monkeyp
         if index.lease_owner(writer_lease(keeper._plan.owner), now_s[0]) is None:
             silent.append(now_s[0])
 
-    monkeypatch.setattr(keeper._housekeeper, "clock", lambda: now_s[0])
-    monkeypatch.setattr(ReadBack, "_read_segment", before(ReadBack._read_segment, read_slowly))
+    monkeypatch.setattr(keeper._sweeper, "clock", lambda: now_s[0])
+    monkeypatch.setattr(SetRecovery, "_read_segment", before(SetRecovery._read_segment, read_slowly))
     shutil.rmtree(tmp_path / "v2" / "index")
     keeper.tick()
     assert not silent and not index.was_reset
@@ -240,17 +240,17 @@ def test_what_is_published_while_an_index_is_rebuilt_stays(
 ) -> None:
     """It was in no page that was read, and taken for an entry without a record."""
     writer.save(tokens_of(1), BLOCKS)
-    read = ReadBack._records
+    read = SetRecovery._records
 
     def fill_and_close() -> None:
         assert told(writer, tokens_of(2, 4)) == {SaveOutcome.SAVED}
         keeper = writer.store._keeper
-        common = keeper.supplies.common
-        wait_until(lambda: not any(map(common._is_full, common._sets.values())) and not keeper._done_with.to_close)
+        common = keeper.allocators.common
+        wait_until(lambda: not any(map(common._is_full, common._sets.values())) and not keeper._pending.to_close)
 
     then = once(fill_and_close)
-    monkeypatch.setattr(ReadBack, "_records", lambda *args: (list(read(*args)), then())[0])
-    housekeeper(writer).rebuild()
+    monkeypatch.setattr(SetRecovery, "_records", lambda *args: (list(read(*args)), then())[0])
+    sweeper(writer).rebuild()
     writer.close()
     assert loads(tmp_path, tokens_of(2, 4)) == 4
 
@@ -268,7 +268,7 @@ def test_an_engine_that_comes_and_goes_during_a_rebuild_loses_nothing(
         other.close()
 
     monkeypatch.setattr(SegmentFiles, "ids", after(SegmentFiles.ids, once(come_and_go)))
-    housekeeper(first).rebuild()
+    sweeper(first).rebuild()
     first.close()
     assert loads(tmp_path, tokens_of(2)) == 2
 
@@ -283,14 +283,14 @@ def test_what_is_evicted_while_an_index_is_rebuilt_is_offered_by_neither(
     other = engine_of(tmp_path, 6)
     index = other.store._keeper._index
     (lost,) = [info for info in index.sets() if index.members(info.set_id)]
-    evicting, rebuilding = Remover(index, tmp_path / "v2"), housekeeper(other, "rebuilding")
+    evicting, rebuilding = Remover(index, tmp_path / "v2"), sweeper(other, "rebuilding")
     if when == "before its files go":
         rebuild = once(rebuilding.rebuild)
         monkeypatch.setattr(SegmentFiles, "unlink_set", before(SegmentFiles.unlink_set, rebuild))
         evicting.remove(lost)
     else:
-        read, evict = ReadBack._records, once(lambda: evicting.remove(lost))
-        monkeypatch.setattr(ReadBack, "_records", lambda *args: (list(read(*args)), evict())[0])
+        read, evict = SetRecovery._records, once(lambda: evicting.remove(lost))
+        monkeypatch.setattr(SetRecovery, "_records", lambda *args: (list(read(*args)), evict())[0])
         rebuilding.rebuild()
     assert lost.set_id not in {info.set_id for info in index.sets()}
     assert told(other, tokens_of(1)) == {SaveOutcome.SAVED}
@@ -310,11 +310,11 @@ def test_a_set_that_is_read_back_is_never_without_records(
 
     def sweep() -> None:
         index.release_lease(SWEEP_LEASE, "other")  # as if it had run out
-        housekeeper(other, "sweeper").sweep()
+        sweeper(other, "sweeper").sweep()
 
     with monkeypatch.context() as patched:
         patched.setattr(index, "create_set", after(index.create_set, once(sweep)))
-        assert housekeeper(other).rebuild().records == 2
+        assert sweeper(other).rebuild().records == 2
     other.close()
     assert loads(tmp_path, tokens_of(1)) == 2
 
@@ -345,7 +345,7 @@ def test_no_set_is_left_open_by_an_epoch_that_ends_while_its_keeper_ticks(tmp_pa
             super().append(epoch)
             keeper.tick()
 
-    keeper._done_with.epochs = Watched()
+    keeper._pending.epochs = Watched()
     engine.store.reset()
     keeper.tick()
     assert [info for info in engine.store._keeper._index.sets() if info.namespace == left] == []
@@ -362,9 +362,9 @@ def test_a_writer_that_is_refused_does_not_cut_a_file_that_was_away_when_the_ind
     assert len(paths) == 2
     index, now_s = writer.store._keeper._index, [time.time()]
     shutil.rmtree(tmp_path / "v2" / "index")
-    rebuilding = Housekeeper(index, tmp_path / "v2", "other", clock=lambda: now_s[0])
+    rebuilding = Sweeper(index, tmp_path / "v2", "other", clock=lambda: now_s[0])
     monkeypatch.setattr(rebuilding, "_may_be_away", True)
-    monkeypatch.setattr(rebuilding._read_back, "_may_be_away", True)
+    monkeypatch.setattr(rebuilding._recovery, "_may_be_away", True)
     for transfer in writer.transfers:
         monkeypatch.setattr(transfer._worker.files, "sharing", Sharing(may_be_away=True))
     away = paths[1].rename(tmp_path / "away")

@@ -15,7 +15,7 @@ from kvtier.index.base import Index, NewRecord, SetInfo
 from kvtier.index.circuit_breaker import Breaker
 from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.index.memory import MemoryIndex
-from kvtier.maintenance.sweeper import ORPHAN_GRACE_S, Housekeeper
+from kvtier.maintenance.sweeper import ORPHAN_GRACE_S, Sweeper
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import Metrics
 from kvtier.scheduler.background import Keeper, KeeperPlan
@@ -51,10 +51,10 @@ class Writer:
         n_blocks = len(tokens) // CHUNK * PER
         assert {done.outcome.value for done in self.engine.save(tokens, BLOCKS[:n_blocks])} == {"saved"}
 
-    def housekeeper(self, later_s: float = 0.0) -> Housekeeper:
+    def sweeper(self, later_s: float = 0.0) -> Sweeper:
         """Another engine's."""
-        keeper = self.engine.store._keeper._housekeeper
-        return Housekeeper(self.index, self.engine.root / "v2", "other", lambda: keeper.clock() + later_s)
+        keeper = self.engine.store._keeper._sweeper
+        return Sweeper(self.index, self.engine.root / "v2", "other", lambda: keeper.clock() + later_s)
 
     def set_id(self) -> int:
         """Of all that waits."""
@@ -63,7 +63,7 @@ class Writer:
 
     def close_set(self) -> int:
         """As its keeper does some time after the last answer."""
-        self.housekeeper().close_set(self.set_id())
+        self.sweeper().close_set(self.set_id())
         return self.set_id()
 
     def come_back(self) -> float:
@@ -90,7 +90,7 @@ def test_a_sweep_leaves_a_full_set_whose_records_wait(writer: Writer) -> None:
     writer.save(tokens_of(SLOTS))
     full = writer.close_set()
     assert [info.is_open for info in writer.index.some_sets([full])] == [False]
-    writer.housekeeper().sweep()
+    writer.sweeper().sweep()
     assert writer.come_back() == SLOTS
     loaded, done = writer.engine.load(tokens_of(SLOTS), TARGET)
     assert loaded == SLOTS and not any(load.failed_blocks for load in done)
@@ -100,7 +100,7 @@ def test_a_closed_set_without_records_goes_after_a_while(writer: Writer) -> None
     """Whoever wrote them may have lost them."""
     writer.save(tokens_of(SLOTS))
     full = writer.close_set()
-    writer.housekeeper(later_s=ORPHAN_GRACE_S).sweep()
+    writer.sweeper(later_s=ORPHAN_GRACE_S).sweep()
     assert not writer.index.some_sets([full])
     assert writer.come_back() == 0
 
@@ -108,7 +108,7 @@ def test_a_closed_set_without_records_goes_after_a_while(writer: Writer) -> None
 def test_what_waits_does_not_become_visible_in_a_set_that_was_cut(writer: Writer) -> None:
     """A set that an idle tenant leaves is cut behind the records that are visible (I1)."""
     writer.save(tokens_of(2))
-    writer.housekeeper().close_early(writer.set_id())
+    writer.sweeper().close_early(writer.set_id())
     assert writer.come_back() == 0
     assert writer.engine.load(tokens_of(2), TARGET)[0] == 0
 
@@ -133,9 +133,9 @@ def test_a_set_of_which_nobody_knows_whether_it_is_there_is_dropped(
     index, now = HalfDone(), [1e9]
     index.rebuilt(index.loss())
     plan = KeeperPlan("me", 4, 100, 100_000, 1e9, 5.0, lambda space: None)
-    housekeeper = Housekeeper(index, tmp_path, "me", lambda: now[0])
+    sweeper = Sweeper(index, tmp_path, "me", lambda: now[0])
     evictor = Evictor(index, tmp_path, "me", clock=lambda: now[0])
-    keeper = Keeper(namespace(geometry()), plan, index, housekeeper, evictor, random.Random(1))
+    keeper = Keeper(namespace(geometry()), plan, index, sweeper, evictor, random.Random(1))
 
     def lost(remover: Remover, now_s: float) -> int:
         if index.sets():
@@ -152,6 +152,6 @@ def test_a_set_of_which_nobody_knows_whether_it_is_there_is_dropped(
             keeper.tick()
         assert len(index.sets()) == 1, "that of the last try"
     keeper.tick()
-    assert {info.set_id for info in index.sets()} == keeper.supplies.set_ids()
+    assert {info.set_id for info in index.sets()} == keeper.allocators.set_ids()
     keeper.close()
     assert not index.sets()

@@ -16,7 +16,7 @@ from kvtier.config.settings import Settings
 from kvtier.errors import IndexUnavailable
 from kvtier.index.base import SetInfo
 from kvtier.index.memory import MemoryIndex
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.runtime.metrics import HIT_TOKENS, LOAD_BYTES, LOOKUP_TOKENS, Metrics
 from kvtier.scheduler.engine_report import NOTE_PREFIX, About, ArenaFill, RankFigures, Reporter
 from kvtier.server.app import make_app
@@ -111,7 +111,7 @@ def serving(filled: Filled, tokens: Tokens = TOKENS, **server: object) -> Iterat
     settings = filled.settings(**server)
     root = open_root(settings)
     index = Switch()
-    assert Housekeeper(index, root.folder, "test").rebuild() is not None
+    assert Sweeper(index, root.folder, "test").rebuild() is not None
     index.rebuilt(index.loss())
     report_of_an_engine(index, filled.namespace, time.time())
 

@@ -19,10 +19,10 @@ from kvtier.index.base import NewRecord, SetInfo
 from kvtier.index.memory import MemoryIndex
 from kvtier.io.native import slab_checksums
 from kvtier.io.ring import OpResult
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.plan import SaveOutcome
 from kvtier.scheduler.background import Keeper
-from kvtier.scheduler.segment_allocator import SetSupply
+from kvtier.scheduler.segment_allocator import SlotAllocator
 from kvtier.scheduler.store import Store
 from kvtier.storage.open_segments import OpenSegment, OpenSegments
 from kvtier.worker.context import Quarantine
@@ -190,11 +190,11 @@ def slots_of_late_operations_are_freed_at_once(original: Any, quarantine: Quaran
     release()
 
 
-@planted(SetSupply, "answered", "hung_reads")
+@planted(SlotAllocator, "answered", "hung_reads")
 def a_slot_that_was_written_to_is_given_again(
-    original: Any, supply: SetSupply, set_id: int, slot: int, is_blank: bool
+    original: Any, allocator: SlotAllocator, set_id: int, slot: int, is_blank: bool
 ) -> None:
-    original(supply, set_id, slot, True)
+    original(allocator, set_id, slot, True)
 
 
 @planted(OwnSegments, "leave", "slow_writers")
@@ -347,8 +347,8 @@ def part_of_a_chunk_is_taken_for_all_of_it(original: Any, parts: Any, whole: Any
     return bool(list(parts))
 
 
-@planted(Housekeeper, "_trim", "restart_in_mid_save")
-def a_dead_writers_set_is_cut_too_short(original: Any, keeper: Housekeeper, info: SetInfo, locations: Any) -> int:
+@planted(Sweeper, "_trim", "restart_in_mid_save")
+def a_dead_writers_set_is_cut_too_short(original: Any, keeper: Sweeper, info: SetInfo, locations: Any) -> int:
     return int(original(keeper, info, locations[:1]))
 
 

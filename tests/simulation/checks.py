@@ -27,7 +27,7 @@ from kvtier.format.record import RecordHeader, SegmentHeader, record_bytes
 from kvtier.index import entry
 from kvtier.index.base import UNOWNED, Location, NewRecord, SetInfo
 from kvtier.io.native import slab_checksums
-from kvtier.maintenance.consistency_check import check_agreement
+from kvtier.maintenance.consistency_check import check_consistency
 from kvtier.maintenance.scrub import Finding
 from kvtier.storage.segments import segment_name
 from kvtier.worker.read_plan import place_in_file
@@ -290,7 +290,7 @@ class Checks:
 
     def look_at_agreement(self) -> None:
         """Index and segments agree, as `kvtier verify` sees it: where nothing was killed or damaged."""
-        agreement = check_agreement(self._place.root, self._place.index.real, wait=lambda seconds: None)
+        agreement = check_consistency(self._place.root, self._place.index.real, wait=lambda seconds: None)
         for found in (*agreement.disagreements, *agreement.unnamed_places):
             if not self._was_covered(found):
                 self._violate(f"index and segments disagree: {found}")

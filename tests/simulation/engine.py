@@ -29,11 +29,11 @@ from kvtier.index.guard import GuardedIndex, QueueBounds
 from kvtier.io.engines import Engines
 from kvtier.io.ring import AlignedBuffer
 from kvtier.kernels import host as host_kernels
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.runtime.metrics import Metrics
 from kvtier.scheduler.background import Keeper, KeeperPlan
 from kvtier.scheduler.engine_report import About
-from kvtier.scheduler.load_threshold import FixedLimit
+from kvtier.scheduler.load_threshold import FixedThreshold
 from kvtier.scheduler.store import Store
 from kvtier.storage.root import check_namespace, open_namespace
 from kvtier.storage.segments import SegmentFolders, Sharing
@@ -128,8 +128,10 @@ class EngineProcess:
         self.store = self._open_store(rng)
         shape = BlockShape(CHUNK_TOKENS, BLOCK_TOKENS)
         faults = StrictFaults(place)
-        self.scheduler = SchedulerBridge(self.store, shape, FixedLimit(1), ANSWER_TIMEOUT_S, faults, self._monotonic)
-        self.scheduler.room.shared.wait_s = SHARED_WAIT_S
+        self.scheduler = SchedulerBridge(
+            self.store, shape, FixedThreshold(1), ANSWER_TIMEOUT_S, faults, self._monotonic
+        )
+        self.scheduler.active_loads.shared.wait_s = SHARED_WAIT_S
         self.pages = [Pages(share, N_BLOCKS) for share in self.shares]
         self.transfers = [self._open_transfer(n, rng) for n in range(len(self.shares))]
         self.ranks = [
@@ -208,8 +210,8 @@ class EngineProcess:
         )
         index = self._open_index(rng, Metrics())
         evictor = Evictor(index, place.root.folder, self.process.name, place.rules, self.clock)
-        housekeeper = Housekeeper(index, place.root.folder, self.process.name, self.clock)
-        keeper = Keeper(self.namespace, plan, index, housekeeper, evictor, random.Random(rng.getrandbits(32)))
+        sweeper = Sweeper(index, place.root.folder, self.process.name, self.clock)
+        keeper = Keeper(self.namespace, plan, index, sweeper, evictor, random.Random(rng.getrandbits(32)))
         keeper.start()
         return Store(self.namespace.id, CHUNK_TOKENS, self.n_writers, self._open_lookups(index), keeper, self.clock)
 

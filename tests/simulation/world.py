@@ -24,7 +24,7 @@ from kvtier.index.base import Index
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.maintenance.sweep_lease import LEASE_TTL_S, SWEEP_LEASE
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.storage.root import Root
 from tests.simulation.checks import Checks, watching
 from tests.simulation.disk import Disk, Vandal
@@ -268,11 +268,11 @@ class World:
         quota = self.rng.choice([None, SET_BYTES, 3 * SET_BYTES])
         self.place.index.real.put_note(tenant_note(self.rng.choice(["a", "b"])), quota_value(quota), None)
 
-    def _administer(self, work: Callable[[Housekeeper, Evictor], object]) -> None:
+    def _administer(self, work: Callable[[Sweeper, Evictor], object]) -> None:
         """On somebody's command line."""
         place, process = self.place, self._process("admin")
         index: Index = SimIndex(place.index, process)  # type: ignore[assignment]
-        keeper = Housekeeper(index, place.root.folder, process.name, lambda: place.runtime.now_s)
+        keeper = Sweeper(index, place.root.folder, process.name, lambda: place.runtime.now_s)
         evictor = Evictor(index, place.root.folder, process.name, clock=lambda: place.runtime.now_s)
 
         def run() -> None:

@@ -10,7 +10,7 @@ from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.format.geometry import Geometry
 from kvtier.format.namespace import CodecId, Namespace
 from kvtier.index.memory import MemoryIndex
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.storage.root import (
     MODEL_FILE,
     NAMESPACE_FILE,
@@ -58,7 +58,7 @@ def test_keeps_the_name_of_the_model(root: Root) -> None:
     for served in ("Qwen/Qwen3 \u00e9", "another name of it"):
         open_namespace(root, NAMESPACE, model=served)
         assert model_name(folder) == "Qwen/Qwen3 \u00e9"
-    Housekeeper(MemoryIndex(), root.folder, "me").erase_namespace(NAMESPACE.id)
+    Sweeper(MemoryIndex(), root.folder, "me").erase_namespace(NAMESPACE.id)
     assert not folder.exists()
 
 

@@ -65,7 +65,7 @@ def test_upkeep_leaves_a_root_of_others_alone(tmp_path: Path) -> None:
     """By what is in it, the sets of all engines would be booked as empty, and others' segments taken in."""
     engine = Engine(tmp_path / "kv", changes={"index": {"path": str(tmp_path / "index")}})
     engine.save(TOKENS, BLOCKS)
-    index, upkeep = engine.store._keeper._index, engine.store._keeper._housekeeper
+    index, upkeep = engine.store._keeper._index, engine.store._keeper._sweeper
     engine.store._keeper._ticker.close(10)  # type: ignore[union-attr]
     before = index.sets()
     v2 = tmp_path / "kv/v2"
@@ -84,7 +84,7 @@ def test_upkeep_leaves_a_root_of_others_alone(tmp_path: Path) -> None:
 def test_a_root_that_goes_while_upkeep_lists_it_takes_nothing_with_it(tmp_path: Path, duty: str) -> None:
     engine = Engine(tmp_path / "kv", changes={"index": {"path": str(tmp_path / "index")}})
     engine.save(TOKENS, BLOCKS)
-    index, upkeep = engine.store._keeper._index, engine.store._keeper._housekeeper
+    index, upkeep = engine.store._keeper._index, engine.store._keeper._sweeper
     engine.store._keeper._ticker.close(10)  # type: ignore[union-attr]
     before, members = index.sets(), [index.members(info.set_id) for info in index.sets()]
     v2, looks = tmp_path / "kv/v2", iter(range(9))

@@ -17,7 +17,7 @@ from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.index.memory import MemoryIndex
 from kvtier.io.ring import WriteOp
 from kvtier.maintenance.scrub import verify
-from kvtier.maintenance.sweeper import ORPHAN_GRACE_S, Housekeeper
+from kvtier.maintenance.sweeper import ORPHAN_GRACE_S, Sweeper
 from kvtier.model.weights_fingerprint import _remember
 from kvtier.plan import SaveChunk, SavePlan
 from kvtier.storage import root_owner
@@ -168,7 +168,7 @@ def test_a_namespaces_folder_is_no_link(folder: Path, tmp_path: Path) -> None:
             use()
     with pytest.raises(ConfigError, match="is a link"):
         open_namespace(find_root(folder.parents[1]), namespace(geometry()))
-    Housekeeper(MemoryIndex(), folder.parent, "me").erase_namespace(bytes.fromhex(folder.name))
+    Sweeper(MemoryIndex(), folder.parent, "me").erase_namespace(bytes.fromhex(folder.name))
     assert sorted(moved.iterdir()) == before
 
 
@@ -234,7 +234,7 @@ def test_what_is_no_segment_is_not_opened_and_swept(folder: Path, outside: Path,
     with pytest.raises(Corrupt):
         SegmentFiles(folder, direct=False).lease(SET, RANK)
     index = MemoryIndex()
-    swept = Housekeeper(index, folder.parent, "me", clock=lambda: os.stat(folder).st_mtime + 9 * ORPHAN_GRACE_S)
+    swept = Sweeper(index, folder.parent, "me", clock=lambda: os.stat(folder).st_mtime + 9 * ORPHAN_GRACE_S)
     assert swept.rebuild() is not None
     swept.sweep()
     assert swept.swept_s() > 0, "what comes after it was swept too"
@@ -319,7 +319,7 @@ def test_billions_of_slots_in_a_file_of_holes(folder: Path) -> None:
     found = [slot for slot, page in SegmentFiles(folder, direct=False).pages(SET, RANK) if any(page)]
     assert found == [2, 10**8]
     index = MemoryIndex()
-    rebuilt = Housekeeper(index, folder.parent, "me").rebuild()
+    rebuilt = Sweeper(index, folder.parent, "me").rebuild()
     assert rebuilt is not None and rebuilt.records == 2
     report = verify(find_root(folder.parents[1]), index)
     assert len(report.bad) == 2 and all("checksum" in finding.what for finding in report.bad)
@@ -332,7 +332,7 @@ def test_slabs_of_any_size(folder: Path, slab_bytes: int) -> None:
     header = header_in(folder, extent=extent, slab_bytes=slab_bytes, slot_bytes=size, slots=2**32 - 1)
     put_segment(folder, header, 1 << 43, {0: record_in(header, 0)})
     index = MemoryIndex()
-    assert Housekeeper(index, folder.parent, "me").rebuild() is not None
+    assert Sweeper(index, folder.parent, "me").rebuild() is not None
     (finding,) = verify(find_root(folder.parents[1]), index).bad
     assert ("is not read" in finding.what) == (slab_bytes == 1 << 30) and finding.slot == 0
 
@@ -346,7 +346,7 @@ def test_a_record_of_another_cut_than_its_segment_is_no_record(folder: Path) -> 
     }
     put_segment(folder, header, header.file_bytes, records)
     index = MemoryIndex()
-    rebuilt = Housekeeper(index, folder.parent, "me").rebuild()
+    rebuilt = Sweeper(index, folder.parent, "me").rebuild()
     assert rebuilt is not None and rebuilt.records == 1
     said = {finding.slot: finding.what for finding in verify(find_root(folder.parents[1]), index).bad}
     assert "other layers" in said[0] and "other layers" in said[1] and "checksum" in said[2]
@@ -356,7 +356,7 @@ def test_a_set_from_the_future_is_as_old_as_the_day_it_was_found(folder: Path) -
     header = header_in(folder, created_ms=2**64 - 1)
     put_segment(folder, header, header.file_bytes, {0: record_in(header, 0)})
     index = MemoryIndex()
-    Housekeeper(index, folder.parent, "me", clock=lambda: 5000.0).rebuild()
+    Sweeper(index, folder.parent, "me", clock=lambda: 5000.0).rebuild()
     (info,) = index.sets()
     assert info.created_s == info.used_s == 5000.0, "so it is evicted when its turn comes"
 

@@ -13,9 +13,9 @@ from kvtier.eviction.choice import Selection
 from kvtier.eviction.evictor import Evictor
 from kvtier.format.geometry import PAGE_BYTES, Extent
 from kvtier.format.record import SegmentHeader, new_set_id, part_of, parts_of, stripes_of
-from kvtier.maintenance.consistency_check import check_agreement
+from kvtier.maintenance.consistency_check import check_consistency
 from kvtier.maintenance.scrub import verify
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.storage.filesystem import stripes_for
 from kvtier.storage.root import find_root
 from kvtier.storage.segments import SegmentFiles, parse_segment_name, segment_name
@@ -100,7 +100,7 @@ def test_chunks_are_spread_over_the_files_and_loaded_by_any_rank(tmp_path: Path,
     assert reader.load(TOKENS, TARGET)[0] == 10
     assert not any(load.failed_blocks for load in reader.load(TOKENS, TARGET)[1])
     root, index = find_root(tmp_path), reader.store._keeper._index
-    assert not verify(root, index).bad and check_agreement(root, index).n_disagreements == 0
+    assert not verify(root, index).bad and check_consistency(root, index).n_disagreements == 0
 
 
 def test_a_lost_index_is_rebuilt_from_all_files(tmp_path: Path) -> None:
@@ -119,8 +119,10 @@ def test_one_missing_file_costs_its_own_chunks(tmp_path: Path) -> None:
     assert load.failed_blocks == frozenset(TARGET[4:])
     assert reader.load(TOKENS, TARGET)[0] == 1  # and it is not offered again
     index = reader.store._keeper._index
-    done = Housekeeper(index, tmp_path / "v2", "me").rebuild()
-    assert done is not None and not done.unreadable and check_agreement(find_root(tmp_path), index).n_disagreements == 0
+    done = Sweeper(index, tmp_path / "v2", "me").rebuild()
+    assert (
+        done is not None and not done.unreadable and check_consistency(find_root(tmp_path), index).n_disagreements == 0
+    )
 
 
 def test_a_set_is_evicted_with_all_its_files(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_an_engine_goes_on_while_the_roots_own_files_cannot_be_read(
     target_away(OWNER_FILE, NAMESPACE_FILE, number=number)
     make_folder = engine.store._keeper._plan.make_folder
     make_folder(engine.namespace)
-    engine.store._keeper.supplies.forget(engine.store._keeper.supplies.set_ids())
+    engine.store._keeper.allocators.forget(engine.store._keeper.allocators.set_ids())
     assert {done.outcome for done in engine.save(TOKENS, BLOCKS)} == {SaveOutcome.SAVED}, "in a new set"
     assert engine.load(TOKENS, range(100, 112))[1][0].failed_blocks == frozenset()
 

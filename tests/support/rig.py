@@ -166,8 +166,8 @@ class Engine:
 
     def wait_for_set(self, timeout_s: float = TIMEOUT_S) -> None:
         """Waits until the keeper has a segment set ready."""
-        supply = self.store._keeper.supplies.common
-        wait_until(lambda: not supply.wants_set(), "a segment set", timeout_s)
+        allocator = self.store._keeper.allocators.common
+        wait_until(lambda: not allocator.wants_set(), "a segment set", timeout_s)
 
     def plan_if_new(self, tokens: Sequence[int], block_ids: Sequence[int]) -> SavePlan | None:
         """Plan a save of all whole chunks. None: all of them are saved."""

@@ -21,7 +21,7 @@ from kvtier.errors import KVTierError
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.io.engines import Engines
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.plan import SaveDone, SaveOutcome
 from kvtier.scheduler.store import WantedChunk
 from kvtier.worker.context import WorkerContext
@@ -282,15 +282,15 @@ class SavingStorm:
         self.told["full disks"] += 1
 
     def _sweep_all_along(self, seed: int) -> None:
-        """Another engine's housekeeper, and now and then somebody who types kvtier index rebuild."""
+        """Another engine's sweeper, and now and then somebody who types kvtier index rebuild."""
         rng = random.Random(seed)
         self._n_swept = 0
         index = LmdbIndex(str(self._root / "v2" / "index"))
         slow = SlowIndex(index, rng, threading.Event())
-        housekeeper = Housekeeper(slow, self._root / "v2", "sweeper")  # type: ignore[arg-type]
+        sweeper = Sweeper(slow, self._root / "v2", "sweeper")  # type: ignore[arg-type]
         while not self._stop.is_set():
             try:
-                housekeeper.rebuild() if rng.random() < 0.1 else housekeeper.sweep()
+                sweeper.rebuild() if rng.random() < 0.1 else sweeper.sweep()
                 self._n_swept += 1
             except (KVTierError, OSError):
                 self.told["housekeeping put off"] += 1

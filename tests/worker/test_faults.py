@@ -14,7 +14,7 @@ from kvtier.format.geometry import PAGE_BYTES
 from kvtier.index import entry as entries
 from kvtier.io.ring import Batch
 from kvtier.maintenance.scrub import verify
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.plan import SaveOutcome
 from kvtier.storage.root import find_root
 from kvtier.storage.segments import SegmentFiles, segment_name
@@ -251,7 +251,7 @@ def test_a_segment_whose_writer_died_before_its_header_is_unfinished_not_bad(tmp
     path.with_name(f"{99:016x}-0000-00.kvseg").write_bytes(bytes(1 << 20))
     report = verify(find_root(tmp_path), engine.store._keeper._index)
     assert (report.bad, report.unfinished, report.records) == ((), 1, 5)
-    assert Housekeeper(engine.store._keeper._index, tmp_path / "v2", "me").rebuild().unreadable == ()
+    assert Sweeper(engine.store._keeper._index, tmp_path / "v2", "me").rebuild().unreadable == ()
     write(path, 0, bytes(PAGE_BYTES))
     assert verify(find_root(tmp_path), engine.store._keeper._index).bad, "records were there"
 

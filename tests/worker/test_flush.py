@@ -13,7 +13,7 @@ from kvtier.index.base import NewRecord
 from kvtier.index.memory import MemoryIndex
 from kvtier.io.ring import FlushOp, OpResult, WriteOp
 from kvtier.maintenance.sweep_lease import SweepLease
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.plan import SaveOutcome
 from kvtier.storage.filesystem import file_system_of
 from tests.support.rig import BLOCKS, TOKENS, Engine
@@ -84,7 +84,7 @@ def test_what_could_not_be_flushed_is_not_found_by_a_rebuild(engine: Engine) -> 
     segments = engine.transfers[0]._saver.writer.segments
     wait_until(lambda: not segments.unpublished, "erasing")
     index = engine.store._keeper.index
-    rebuilt = Housekeeper(index, engine.root / "v2", "other").rebuild()
+    rebuilt = Sweeper(index, engine.root / "v2", "other").rebuild()
     assert rebuilt is not None and rebuilt.records == 0
     assert engine.store.lookup(engine.keys(TOKENS)) == [] and len(engine.store.lookup(engine.keys(other)) or ()) == 5
 
@@ -97,12 +97,12 @@ def test_what_a_rebuild_published_meanwhile_is_not_erased(engine: Engine) -> Non
     segments = engine.transfers[0]._saver.writer.segments
     assert segments.unpublished
     keeper = engine.store._keeper
-    rebuilt = Housekeeper(keeper._index, engine.root / "v2", "other").rebuild()
+    rebuilt = Sweeper(keeper._index, engine.root / "v2", "other").rebuild()
     assert rebuilt is not None and rebuilt.records == 5
     segments.erase_unpublished()
     assert not segments.unpublished
     assert len(engine.store.lookup(engine.keys(TOKENS)) or ()) == 5
-    again = Housekeeper(MemoryIndex(), engine.root / "v2", "third").rebuild()
+    again = Sweeper(MemoryIndex(), engine.root / "v2", "third").rebuild()
     assert again is not None and again.records == 5, "their headers are whole"
 
 
@@ -119,7 +119,7 @@ def test_nothing_is_erased_while_another_process_reads_files_back(engine: Engine
     rebuild.release()
     segments.erase_unpublished()
     assert not segments.unpublished
-    again = Housekeeper(MemoryIndex(), engine.root / "v2", "third").rebuild()
+    again = Sweeper(MemoryIndex(), engine.root / "v2", "third").rebuild()
     assert again is not None and again.records == 0
 
 

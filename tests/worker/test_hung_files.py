@@ -178,7 +178,7 @@ def test_a_save_that_hangs_ends_in_time_and_others_go_on(tmp_path: Path, hang: H
     engine = Engine(tmp_path, changes=changes())
     engine.wait_for_set()
     arena = engine.transfers[0]._worker.arena
-    first = engine.store._keeper.supplies.common._spares()[0].set_id
+    first = engine.store._keeper.allocators.common._spares()[0].set_id
     hang.names = {segments_module.segment_name(first, 0)}
     hang.of(os if call == "open" else segments_module, call)
     writer = engine.transfers[0]._saver.writer
@@ -189,7 +189,7 @@ def test_a_save_that_hangs_ends_in_time_and_others_go_on(tmp_path: Path, hang: H
     assert TIMEOUT_S * 0.9 < time.monotonic() - started_s < TIMEOUT_S + 2 and hang.n_hanging == 1
     assert arena.available == arena.n_slots, "its slots are free"
     engine.store.saved(done)
-    engine.store._keeper.supplies.forget({first})
+    engine.store._keeper.allocators.forget({first})
     writer.disk.clear()
     engine.wait_for_set()
     engine.begin_save(SECOND, OTHERS)
@@ -205,14 +205,14 @@ def test_a_save_that_hangs_ends_in_time_and_others_go_on(tmp_path: Path, hang: H
 def test_a_save_that_hangs_holds_up_no_save_of_another_set(tmp_path: Path, hang: Hang, call: str) -> None:
     engine = Engine(tmp_path, changes=changes())
     engine.wait_for_set()
-    first = engine.store._keeper.supplies.common._spares()[0].set_id
+    first = engine.store._keeper.allocators.common._spares()[0].set_id
     if call == "fstat":  # the file is open, and is asked for its name
         engine.save(range(3000, 3064), range(16, 20))
     hang.names = {segments_module.segment_name(first, 0)}
     hang.of(os, call)
     engine.begin_save(FIRST, BLOCKS)
     wait_until(lambda: hang.n_hanging)
-    engine.store._keeper.supplies.forget({first})
+    engine.store._keeper.allocators.forget({first})
     engine.wait_for_set()
     engine.begin_save(SECOND, OTHERS)
     by_key = {answer.key: answer.outcome for answer in saves(engine, 4, 10)}
@@ -230,7 +230,7 @@ def test_a_file_that_hangs_holds_up_no_other_file_of_its_set(
     engine = Engine(tmp_path, changes=changes() | {"io": io})
     engine.wait_for_set()
     worker, writer = engine.transfers[0]._worker, engine.transfers[0]._saver.writer
-    first = engine.store._keeper.supplies.common._spares()[0].set_id
+    first = engine.store._keeper.allocators.common._spares()[0].set_id
     hang.names = {segments_module.segment_name(first, 0)}
     if call == "write":
         submit, returned = worker.io.ring.submit, threading.Event()
@@ -271,7 +271,7 @@ def test_a_file_that_hangs_holds_up_no_other_file_of_its_set(
 def test_saves_that_are_queued_behind_one_that_hangs_do_not_follow_it(tmp_path: Path, hang: Hang) -> None:
     engine = Engine(tmp_path, changes=changes())
     engine.wait_for_set()
-    hang.names = {segments_module.segment_name(engine.store._keeper.supplies.common._spares()[0].set_id, 0)}
+    hang.names = {segments_module.segment_name(engine.store._keeper.allocators.common._spares()[0].set_id, 0)}
     hang.of(os, "open")
     started_s = time.monotonic()
     for number in range(4):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvtier.maintenance import record_check
-from kvtier.maintenance.sweeper import Housekeeper
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
 from tests.damage import flip_slab
@@ -159,7 +159,7 @@ def test_a_set_is_removed_when_its_files_are_missing_for_long(pair: tuple[Engine
     writer.close()  # a set that is filled is never missing
     (segment,) = nodes.segments()
     set_id = int(segment.name[:16], 16)
-    keeper = Housekeeper(index, nodes.mounts[1] / "kv" / "v2", "me", lambda: now_s[0])
+    keeper = Sweeper(index, nodes.mounts[1] / "kv" / "v2", "me", lambda: now_s[0])
 
     def look(away: bool, after_s: float) -> bool:
         nodes.set("away", away)
