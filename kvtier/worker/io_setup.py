@@ -1,4 +1,4 @@
-"""The I/O of one worker on its root's mount: which engine reads, how it is sized, and what a load should cost there."""
+"""I/O setup of one worker: calibrates the root's mount, opens the I/O engines and estimates the cost of a load."""
 
 import logging
 
@@ -19,7 +19,7 @@ from kvtier.worker.context import ChunkArena
 
 log = logging.getLogger("kvtier")
 
-# Seconds that any load takes beside its bytes, until loads were seen: planning, and its way through the engine's steps.
+# Fixed time of a load beside its bytes, seconds: planning, and the engine's steps. Used until loads were measured.
 LOAD_FIXED_S = 0.003
 
 _abandoned: list[ChunkArena] = []
@@ -28,8 +28,9 @@ _abandoned: list[ChunkArena] = []
 def open_io(
     settings: Settings, root: Root, direct: bool, arena: ChunkArena, device: torch.device, ranks: int = 1
 ) -> tuple[Engines, Calibration | None]:
-    """Measure the mount (with a GPU, unless the settings say otherwise) and start the engine. Return it, and the
-    calibration by which it was chosen. ranks: of this machine, which read at once. Raises ConfigError."""
+    """Measure the mount (with a GPU only, and unless io.calibrate is off) and open the engines. Return them and the
+    calibration by which they were chosen. ranks: ranks of this machine, which read at the same time. Raises
+    ConfigError."""
     in_memory = file_system_of(root.folder).kind in IN_MEMORY
     if not arena.is_device:
         sizes = sizes_for(in_memory, settings.io.threads, settings.io.piece_bytes)
@@ -44,7 +45,7 @@ def open_io(
         return Engines(ring, ring), None
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     if torch.cuda.is_available():
-        torch.cuda.set_device(ordinal)  # the start measures on a thread of its own, which begins with device 0
+        torch.cuda.set_device(ordinal)  # the start runs this on a thread of its own, whose device is number 0 at first
     target = Target(arena.address(0), arena.n_slots * arena.slot_bytes, ordinal)
     ask = Ask(
         root.folder,
@@ -98,7 +99,7 @@ def _open(settings: Settings, choice: EngineChoice, ask: Ask) -> Engines:
 
 
 def load_cost(measured: Calibration | None, codec: Codec, geometry: Geometry, share: RankShare) -> LoadCost | None:
-    """Return the cost of the tokens that this rank loads its share of; None: not measured."""
+    """Return the cost of a load, by its whole tokens, of which this rank loads a share; None: not measured."""
     if measured is None or measured.read_bytes_s is None:
         return None
     chunk_bytes = share.reads.n_heads * slab_bytes(codec, geometry, share.reads)

@@ -1,4 +1,4 @@
-"""Read plan: which slabs of which records together make one rank's share of a chunk, by its index entry. Pure."""
+"""Read plan: the slabs of a chunk's records that together make up one rank's share of it, by the index entry. Pure."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -15,12 +15,11 @@ _form_of = attrgetter("extent", "slab_bytes")
 
 
 class Cut(NamedTuple):
-    """Run of slabs that a rank takes of a record, and their place. Records of one form share it.
+    """Run of slabs that a rank reads of a record, and their place. All records of one form have the same cut.
 
-    wanted: the part of the record that the rank takes; its heads are the slabs that are read.
-    first_slab: place of the first of them among the record's.
-    slot_offset: byte within the arena slot at which it lands.
-    patch: place of the slabs in the rank's pages.
+    wanted: the part of the record that the rank needs. One slab is read for each head of it. first_slab: number of the
+    first of these among the record's slabs. slot_offset: their offset within the arena slot, bytes. patch: place of the
+    slabs in the rank's pages.
     """
 
     wanted: Extent
@@ -47,7 +46,7 @@ def place_in_file(location: Location) -> range:
 
 
 def sources_of(locations: Sequence[Location], held: Extent, slot_bytes: int) -> tuple[Source, ...] | None:
-    """Return the sources that together fill `held`; None when they do not cover it or exceed the slot."""
+    """Return the sources that together fill `held`; None if the records do not cover it or exceed the slot."""
     cuts = cuts_of(tuple(map(_form_of, locations)), held, slot_bytes)
     if cuts is None:
         return None
@@ -60,8 +59,8 @@ def sources_of(locations: Sequence[Location], held: Extent, slot_bytes: int) -> 
 
 @lru_cache(maxsize=256)
 def cuts_of(forms: tuple[Form, ...], held: Extent, slot_bytes: int) -> tuple[tuple[int, Cut], ...] | None:
-    """Return the part to take of each record, by its number. Cached, because a load asks for every chunk, and the
-    chunks of a prompt are cut alike."""
+    """Return the cut of each record that is needed, by the record's number; None as `sources_of`. Cached, because the
+    chunks of a prompt have the same cuts."""
     parts = _parts_of([extent for extent, _ in forms], held)
     if parts is None:
         return None
@@ -83,10 +82,10 @@ def cuts_of(forms: tuple[Form, ...], held: Extent, slot_bytes: int) -> tuple[tup
 
 
 def _parts_of(extents: Sequence[Extent], held: Extent) -> list[tuple[int, Extent]] | None:
-    """Return the part to take of each record, by its number; None when they do not cover `held`.
+    """Return the part to take of each record, by the record's number; None if the records do not cover `held`.
 
-    Records of most layers are taken first, then those of most heads: a slab is read whole whatever is wanted of it, so
-    what several records have would else be read several times, and not fit.
+    Records with the most layers are used first, then those with the most heads. A slab is read whole, even for a few of
+    its layers, so many small parts of large records would be read several times and exceed the slot.
     """
     by_share = sorted(range(len(extents)), key=lambda number: _shared(extents[number], held), reverse=True)
     parts: list[tuple[int, Extent]] = []
@@ -105,12 +104,12 @@ def _parts_of(extents: Sequence[Extent], held: Extent) -> list[tuple[int, Extent
 
 
 def slabs_bytes(sources: Sequence[Source]) -> int:
-    """Return the bytes of all slabs, which are side by side in the arena slot."""
+    """Return the size of all slabs, which are contiguous in the arena slot."""
     last = sources[-1].cut
     return last.slot_offset + last.n_bytes - PAGE_BYTES
 
 
 def _shared(extent: Extent, held: Extent) -> tuple[int, int]:
-    """Return (layers, heads) that both have."""
+    """Return the numbers of layers and of heads that both extents have."""
     common = extent.intersect(held)
     return (common.n_layers, common.n_heads) if common else (0, 0)

@@ -1,8 +1,9 @@
-"""Record reader: reads the records of chunks from segments into arena slots, checks them, and retracts those that are
+"""Record reader: reads the records of chunks from segments into arena slots, checks them, and retracts records that are
 bad or gone.
 
-What may wait for the storage or for the index runs on threads of the pool: all but `begin_at_once` and the questions
-about segments that do not answer."""
+All methods may wait for storage or index, so they run on threads of the pool, except `begin_at_once`, `refuse_stuck`
+and `note_slow`.
+"""
 
 import errno
 import threading
@@ -32,7 +33,7 @@ UNSIGNED = "it was not signed with this engine's secret"
 
 
 class FetchFailed(Exception):
-    """The chunk cannot be loaded, so the request computes its tokens from there on. Never leaves kvtier.worker.loop."""
+    """A chunk cannot be loaded, so its request computes its tokens from there on. Not raised outside kvtier.worker."""
 
 
 class SegmentGone(FetchFailed):
@@ -40,7 +41,7 @@ class SegmentGone(FetchFailed):
 
 
 class _Unusable(FetchFailed):
-    """The index names records that this worker cannot load; they are to be retracted."""
+    """The index names records that this worker cannot load. records: those to retract."""
 
     def __init__(self, why: str, records: Sequence[Location]) -> None:
         super().__init__(why)
@@ -52,8 +53,8 @@ class _NotOpen(Exception):
 
 
 class FileReads(NamedTuple):
-    """The reads of one chunk into a slot, begun at `begun_s`: a run of slabs from each of its records. In a signed
-    namespace the header pages of these records are read behind them."""
+    """The reads of one chunk into a slot, begun at `begun_s`: a run of slabs of each of its records and, in a signed
+    namespace, then the header page of each. pages: memory of these header pages."""
 
     namespace: bytes
     key: bytes
@@ -66,8 +67,8 @@ class FileReads(NamedTuple):
 
 
 class HeldSegments:
-    """Segments that are open for some chunks of a namespace, and the memory that their reads fill, until all chunks
-    have released them. is_anew: True if descriptors are opened for these chunks alone. Thread-safe."""
+    """Open segments of some chunks of a namespace, and the memory of their header pages, until all chunks have released
+    them. is_anew: the segments are opened for these chunks alone. Thread-safe."""
 
     def __init__(self, namespace: bytes, n_chunks: int, *, is_anew: bool = False) -> None:
         self.namespace = namespace
@@ -78,7 +79,7 @@ class HeldSegments:
         self._lock = threading.Lock()
 
     def release(self, n_chunks: int = 1) -> None:
-        """End the use by some of the chunks."""
+        """Release the use by so many chunks."""
         with self._lock:
             self._n_chunks -= n_chunks
             if self._n_chunks:
@@ -100,9 +101,8 @@ class _Prepared(NamedTuple):
 class RecordReader:
     """Reads records for all loads of a worker. Thread-safe.
 
-    engine: reads the bytes. arena: receives them, in host memory if records are signed. signs: True if records are
-    signed, so that `judge` must check each chunk, even if its reads are CLEAN.
-    """
+    engine: I/O engine of the reads. arena: target of the reads, in host memory if records are signed. signs: records
+    are signed, so `judge` must check each chunk, even if its reads are CLEAN."""
 
     def __init__(self, worker: WorkerContext) -> None:
         self._worker = worker
@@ -116,9 +116,8 @@ class RecordReader:
         self._slab_bytes: dict[Extent, int | None] = {}  # of records of this model
 
     def begin_at_once(self, chunks: Sequence[tuple[LoadChunk, int]], held: HeldSegments) -> list[FileReads] | None:
-        """Submit the reads of chunks as `begin` does, without waiting: for the loop's thread. Return None, with nothing
-        submitted, unless all segments are open and nothing is wrong; `begin` then says what is, with the same `held`.
-        """
+        """Submit the reads of chunks on the loop's thread, without a wait. Return None, with no read submitted, unless
+        all segments are open and no fault is found; the caller then calls `begin` in the pool with the same `held`."""
         files = self._worker.files.if_known(held.namespace)
         if files is None or held.is_anew or not self.engine.never_waits or self.signs or self.stuck.has_any:
             return None
@@ -131,18 +130,18 @@ class RecordReader:
             return segment
 
         begun_s, batches = self._worker.clock(), list[Reads]()
-        with suppress(Exception):  # also our bug: it is to cost one load, as in the pool, and not all those of the loop
+        with suppress(Exception):  # also a bug, which must fail one load, as in the pool, and not all of the loop's
             prepared = [self._prepare(chunk, slot, held, lease) for chunk, slot in chunks]
             batches += self.engine.submit_each([each.ops for each in prepared])
         return _file_reads(prepared, batches, held, begun_s) if batches else None
 
     def begin(self, chunks: Sequence[tuple[LoadChunk, int]], held: HeldSegments) -> list[FileReads | Exception]:
-        """Submit the reads of chunks into their slots, in order up to the first that fails. Return the reads of each,
-        then the fault of that one; fewer when the queue is full. The segments stay open until `held` is released, after
-        the end of the reads."""
+        """Submit the reads of chunks into their slots, in order, up to the first chunk that fails. Return the reads of
+        each chunk, then the fault of the one that failed; fewer if the queue is full. The segments stay open until
+        `held` is released, after the end of the reads."""
         begun_s, failed, prepared = self._worker.clock(), list[FileReads | Exception](), list[_Prepared]()
         try:
-            # First, because it raises for the namespace of another worker, whose records must not be judged here.
+            # Before all else, because it raises for another worker's namespace, whose records must not be judged here.
             files = self._worker.files(held.namespace)
             lease, may_be_stuck = partial(self._open, files, held), self.stuck.has_any
             for chunk, slot in chunks:
@@ -165,15 +164,15 @@ class RecordReader:
     def _prepare(
         self, chunk: LoadChunk, slot: int, held: HeldSegments, lease: Callable[[bytes, Location, Name], OpenSegment]
     ) -> _Prepared:
-        """Raises FetchFailed, Corrupt, and whatever `lease` raises."""
+        """Return a chunk's reads. Raises FetchFailed, Corrupt, and the exceptions of `lease`."""
         located, _ = entries.parse(chunk.entry)
         for location in located:
             if self._slab_bytes.get(location.extent) != location.slab_bytes:
                 self._check_form(location)
         sources = sources_of(located, self._worker.share.reads, self.arena.slot_bytes)
         if sources is None:
-            # Records of different cuts overlap, so they do not fit the slot together. A complete entry would keep the
-            # chunk from being saved again.
+            # For example, records of overlapping parts of the model do not fit the slot together. A complete entry is
+            # retracted, because the chunk would not be saved again beside it.
             retracted = located if entries.is_complete(chunk.entry) else ()
             raise _Unusable("its records do not make up this rank's share", retracted)
         ops, opened = list[ReadOp](), list[tuple[OpenSegment, int]]()
@@ -216,8 +215,8 @@ class RecordReader:
         self.stuck.note_read(_names(source.location for source in reads.sources), reads.begun_s)
 
     def judge(self, reads: FileReads) -> bool:
-        """Return True if the reads, which have ended, are good; False if they may be stale and must be repeated with
-        segments opened anew. Raises FetchFailed."""
+        """Return True if ended reads are good; False if they may be stale and must be repeated with segments opened
+        anew. Raises FetchFailed."""
         failed = self._first_bad(reads)
         if failed is None:
             return True
@@ -235,8 +234,8 @@ class RecordReader:
         raise (SegmentGone if error else FetchFailed)(f"{place_of(location)}: {what}")
 
     def doubt(self, namespace: bytes, key: bytes, bad: Sequence[Location]) -> None:
-        """Have records checked again later whose checksums did not match after their segments were opened anew either.
-        Raises FetchFailed."""
+        """Queue records for a later check if their checksums did not match, even with segments opened anew. Raises
+        FetchFailed."""
         for location in bad:
             self.rechecks.add(namespace, key, location)
         raise FetchFailed(f"{place_of(bad[0])}: a checksum does not match, also after a new open")
@@ -252,10 +251,11 @@ class RecordReader:
         return self._sharing.may_be_away if error else self._sharing.may_be_stale
 
     def retract_gone(self, namespace: bytes, chunks: Sequence[LoadChunk]) -> None:
-        """After SegmentGone, retract the later chunks whose segments are gone too, or end before the chunk's records. A
-        load ends at the first such chunk, so a long prompt would else be recomputed once for each of them. Retract
-        nothing where the folder is missing too, as with a mount that is away. Raises TierUnavailable, Corrupt, OSError.
-        """
+        """Retract the chunks behind a SegmentGone whose segments are gone too, or end before the chunk's records.
+
+        A load ends at the first such chunk. Without this, each later load of a long prompt would find only the next
+        one. Retract nothing if the folder is missing too, as with a mount that is away. Raises TierUnavailable,
+        Corrupt, OSError."""
         files = self._worker.files(namespace)
         if not files.is_there():
             return
@@ -277,7 +277,7 @@ class RecordReader:
         return [chunk for chunk in chunks if not sets_of[chunk.key] & known]
 
     def _known_sets(self, set_ids: set[int]) -> set[int]:
-        """Return those of the sets that the index has; all of them if it does not answer."""
+        """Return the sets that the index lists; all of `set_ids` if it does not answer."""
         try:
             return {info.set_id for info in self._worker.index.some_sets(set_ids)}
         except IndexUnavailable:
@@ -285,7 +285,7 @@ class RecordReader:
             return set_ids
 
     def retract(self, key: bytes, location: Location) -> None:
-        """Remove a bad or missing record from the index (compare-and-delete: never another writer's record)."""
+        """Remove a bad or missing record from the index, by compare-and-delete: never another writer's record."""
         try:
             self._worker.index.retract(key, location)
         except IndexUnavailable:
@@ -330,7 +330,7 @@ class RecordReader:
     def _op(self, key: bytes, slot: int, source: Source, segment: OpenSegment, offset: int) -> ReadOp:
         """offset: of the record in the segment."""
         arena, (_, first_slab, n_bytes_a_slab, _, slot_offset, patch) = self.arena, source.cut
-        # Bytes that go to a device are summed there, so that the way to it is covered too.
+        # A device verifies its bytes itself, so that checksums cover the transfer to it too.
         return ReadOp(
             segment.fd,
             offset + PAGE_BYTES + first_slab * n_bytes_a_slab,
@@ -357,7 +357,7 @@ class RecordReader:
         return None
 
     def _is_ours(self, reads: FileReads, number: int, source: Source) -> bool:
-        """Return True if the writer of these slabs had the secret and meant them for this place in model and prompt."""
+        """Return True if these slabs were signed with the secret for this place in model and prompt."""
         assert self._signer is not None and reads.pages is not None
         e, wanted, first_slab = source.location.extent, source.cut.wanted, source.cut.first_slab
         page = bytes(reads.pages.view[number * PAGE_BYTES : (number + 1) * PAGE_BYTES])
@@ -382,5 +382,5 @@ def _names(locations: Iterable[Location]) -> set[tuple[int, int]]:
 
 
 def place_of(location: Location) -> str:
-    """For messages."""
+    """Name a record's place, for messages."""
     return f"slot {location.slot} of {segment_name(location.set_id, location.part)}"
