@@ -1,5 +1,5 @@
-"""Selection of the sets to evict: for a new set, to keep the limits, or on an administrator's request; in LRU order.
-Pure: sets, limits and the clock in, sets to remove out."""
+"""Choice of the sets to evict, in LRU order: for a new set, for a limit, or on an administrator's request. Pure: it
+gets sets, limits and the time, and returns the sets to remove."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -9,15 +9,15 @@ from kvtier.eviction.limits import Need, Quotas, Used
 from kvtier.eviction.set_removal import Removal
 from kvtier.index.base import SetInfo
 
-FUTURE_S = 60.0  # times later than now by more than this are in the future, seconds: synchronized clocks differ by less
+FUTURE_S = 60.0  # time beyond now from which on a time counts as future, seconds: synchronized clocks differ by less
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Sets that an administrator selects: those that meet all conditions that are not None.
+    """Sets that an administrator selects: those that meet all conditions which are not None.
 
-    n_bytes: only as many as make up so many bytes, the least recently used first. unused_s: not used for so long.
-    set_ids: one of these.
+    n_bytes: only as many as make up so many bytes, the least recently used first. unused_s: only sets not used for so
+    long. set_ids: only these sets.
     """
 
     n_bytes: int | None = None
@@ -26,7 +26,7 @@ class Selection:
     tenant: str | None = None
     set_ids: Collection[int] | None = None
 
-    def means(self, info: SetInfo, now_s: float) -> bool:
+    def matches(self, info: SetInfo, now_s: float) -> bool:
         return (
             (self.unused_s is None or now_s - info.used_s >= self.unused_s)
             and (self.namespace is None or info.namespace == self.namespace)
@@ -39,19 +39,18 @@ KeptReason = Literal["open", "pinned", "not reached"]
 
 
 class Kept(NamedTuple):
-    """A set that an administrator means and that stays. open: an engine fills it; not reached: the evictor stopped
-    before."""
+    """A set that an administrator selected and that stays. open: an engine fills it; not reached: the evictor stopped
+    before it came to this set."""
 
     info: SetInfo
     why: KeptReason
 
 
 class EvictionChoice:
-    """Sets to evict, chosen step by step, the least recently used first; what is chosen already counts as removed for
-    the steps that follow.
+    """Sets to evict, chosen step by step, the least recently used first. A chosen set counts as removed in later steps.
 
     protected: sets that pins keep. filled: sets that stay because they are being filled; None: all open ones.
-    pending: removals whose files may still take space; a set that is to be made finds its room beside them.
+    pending: removals whose files may still take space, which is not available to a new set.
     """
 
     def __init__(
@@ -83,7 +82,8 @@ class EvictionChoice:
         return Used.of([*(info for info in self._sets if info.set_id not in self._gone), *self._pending])
 
     def take(self, n_bytes: int, of: Callable[[SetInfo], bool] = lambda info: True) -> bool:
-        """Choose sets for which `of` holds until they make up `n_bytes`. Return False when all of them do not."""
+        """Choose sets for which `of` holds, until they make up `n_bytes`. Return False if all of them are not
+        enough."""
         if n_bytes <= 0:
             return True
         for info in self._candidates:
@@ -97,11 +97,10 @@ class EvictionChoice:
         return False
 
     def make_room(self, need: Need, quotas: Quotas, capacity_bytes: int) -> bool:
-        """Choose sets to make room for `need`. Return whether it fits then.
+        """Choose sets to make room for `need`. Return True if it fits then.
 
-        First sets of its tenant are chosen for the tenant's quota, and of its namespace for that one's, so that no
-        others pay for them; then any sets.
-        """
+        For the quota of its tenant only sets of that tenant are chosen, for the quota of its namespace only sets of
+        that namespace, and then, for the capacity, any sets."""
         return (
             self._keep_tenant(need.tenant, quotas, need.n_bytes)
             and self._keep_namespace(need.namespace, quotas, need.n_bytes)
@@ -134,13 +133,13 @@ class EvictionChoice:
             self.take(n_bytes - low_bytes)
 
     def select(self, selection: Selection, now_s: float) -> None:
-        """Chooses what an administrator means; `kept` then has what is meant as well and has to stay."""
+        """Choose the selected sets. `kept` then has the sets that are selected too but must stay."""
         n_bytes = self.used.n_bytes if selection.n_bytes is None else selection.n_bytes
-        if not self.take(n_bytes, lambda info: selection.means(info, now_s)):
+        if not self.take(n_bytes, lambda info: selection.matches(info, now_s)):
             self.kept = [
                 Kept(info, "open" if info.set_id in self._filled else "pinned")
                 for info in self._sets
-                if info.set_id not in self._gone and selection.means(info, now_s)
+                if info.set_id not in self._gone and selection.matches(info, now_s)
             ]
 
 
@@ -152,9 +151,9 @@ class _Seen(NamedTuple):
 
 
 class FutureTimes:
-    """Sets that had a time in the future when this evictor last read the index. A wrong clock wrote such a time, and
-    without a correction the set would stay until that time has passed. The corrections are not written to the index,
-    because the wrong clock may be this node's own."""
+    """Sets whose times were in the future when this evictor last read the index. A node with a wrong clock wrote such a
+    time; without a correction the set would stay until then. Corrections are not written to the index, because this
+    node's own clock may be the wrong one."""
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}

@@ -1,7 +1,7 @@
-"""Evictor: removes the sets that kvtier.eviction.choice selects, one evictor of a root at a time.
+"""Evictor: removes the sets that kvtier.eviction.choice chooses. One evictor works on a root at a time.
 
-It holds a lease and renews it with every set. When the lease expired and another engine took it, the index rejects the
-removal by its fencing token, and the evictor stops.
+The evictor holds a lease and renews it with every set. If the lease has expired and another engine has taken it, the
+index rejects the removal by its fencing token, and the evictor stops.
 """
 
 import logging
@@ -24,7 +24,7 @@ from kvtier.runtime.units import exact, size
 log = logging.getLogger("kvtier")
 
 LEASE_TTL_S = 5.0  # seconds, renewed with every set; after a killed evictor, no engine evicts for this long
-HOLES_MAX = 64  # runs of keys of a pin that are looked up; keys behind so many gaps are not protected
+HOLES_MAX = 64  # limit of gaps among a pin's stored keys; keys behind further gaps are not protected
 
 Clock = Callable[[], float]
 
@@ -60,18 +60,18 @@ class Evictor:
         self._evicted_bytes = 0  # since the last `take_evicted`
 
     def fits(self, need: Need, capacity_bytes: int) -> bool:
-        """Return whether the set fits into the capacity and the quotas of its tenant and namespace. Sets that are being
+        """Return True if the set fits into the capacity and the quotas of its tenant and namespace. Sets that are being
         removed count until their files are gone."""
         return self._lacking(need, capacity_bytes) is None
 
     def waits_for_space(self, need: Need, capacity_bytes: int) -> bool:
-        """Return whether the set fits as soon as processes have closed the files of sets that were evicted."""
+        """Return True if the set fits as soon as processes have closed the files of evicted sets."""
         held_bytes = self._remover.held_bytes()
         return held_bytes > 0 and self.fits(need, capacity_bytes + held_bytes)
 
     def why_no_room(self, need: Need, capacity_bytes: int, full_capacity_bytes: int) -> str:
-        """Name the limit that a set could not be made within, and what to do. full_capacity_bytes: as configured,
-        where the disk has room for `capacity_bytes` only."""
+        """Name the limit that keeps a set from being made, and the fix. full_capacity_bytes: the configured capacity;
+        `capacity_bytes` is less if the disk has less room."""
         lacking, quotas = self._lacking(need, capacity_bytes), self.quotas()
         if lacking == "capacity" and capacity_bytes < full_capacity_bytes:
             return (
@@ -91,7 +91,7 @@ class Evictor:
             of, key = f"namespace {need.namespace.hex()}", "capacity.namespace_quota_bytes"
             quota_bytes = quotas.of_namespace(need.namespace)
         else:
-            return "others took it or made some in the same moment; it is tried again"
+            return "another process took the room, or has just made some; it is tried again"
         return f"{of} is at its quota of {exact(quota_bytes or 0)}; raise {key}, or set another with `kvtier quota`"
 
     def _lacking(self, need: Need, capacity_bytes: int) -> Literal["capacity", "tenant", "namespace"] | None:
@@ -110,11 +110,8 @@ class Evictor:
         return "namespace" if quotas.namespace_excess(need.namespace, used, need.n_bytes) > 0 else None
 
     def make_room(self, need: Need, capacity_bytes: int) -> int | None:
-        """Evicts until the set fits.
-
-        Returns the bytes given back; None when it does not fit: others evict right now, or too little may go; nothing
-        is evicted in vain.
-        """
+        """Evict until the set fits. Return the freed bytes; None if it does not fit, because another process evicts at
+        the moment or too few sets may be removed. In the latter case nothing is evicted."""
         if self.fits(need, capacity_bytes):
             return 0
 
@@ -125,7 +122,7 @@ class Evictor:
         return done.freed_bytes if done is not None and self.fits(need, capacity_bytes) else None
 
     def take_evicted(self) -> int:
-        """Return the bytes given back since the last call, also by evictions after which a set did not fit yet."""
+        """Return the bytes freed since the last call, also by evictions after which a set did not fit yet."""
         taken, self._evicted_bytes = self._evicted_bytes, 0
         return taken
 
@@ -203,8 +200,8 @@ class Evictor:
     def _evict(
         self, choose: Callable[[EvictionChoice], bool], capacity_bytes: int, for_admin: bool = False
     ) -> EvictionResult | None:
-        """Removes what `choose` chooses, if it says so; None when it does not, and when others evict right now.
-        for_admin: an open set may be removed, too, if its engine is dead."""
+        """Remove the sets that `choose` chooses, if it returns True. Return None if it does not, or if another process
+        evicts at the moment. for_admin: an open set of a dead engine may be removed too."""
         if not self._evicting.acquire(blocking=False):
             return None
         try:
@@ -225,7 +222,7 @@ class Evictor:
             self._evicting.release()
 
     def _remove(self, victims: Sequence[SetInfo], token: int) -> EvictionResult:
-        """Remove sets until the lease is another evictor's: this one was taken for dead then."""
+        """Remove sets as long as this evictor holds the lease."""
         removed, freed_bytes = [], 0
         for info in victims:
             if self._lease() != token:

@@ -1,5 +1,5 @@
-"""Pins and run-time quotas, kept in the root beside the index: an index that loses its content (a Redis that restarts
-empty, an embedded one at each boot) gets them back when it is rebuilt.
+"""Backup of pins and run-time quotas in the root. If the index loses its content (a Redis that restarts empty, an
+embedded index at each boot), its rebuild restores them.
 
     <root>/v2/notes/<first 32 hex digits of the name's BLAKE3>.json
     {"expires_s": number | null, "name": "pin/5f0c...", "value": "{...}"}      expires_s: by the index's clock
@@ -43,8 +43,8 @@ class _Kept(NamedTuple):
 
 
 def put(index: Index, folder: Path, name: str, value: bytes, expires_s: float | None) -> None:
-    """Keep a note in the root and put it into the index. folder: `<root>/v2`. Raises IndexUnavailable, TierUnavailable;
-    a note that is in one of the two only is not left."""
+    """Write a note into the root and the index: into both or none. folder: `<root>/v2`. Raises IndexUnavailable,
+    TierUnavailable."""
     path = _path(folder, name)
     shared_s = None if expires_s is None else index.shared_s(expires_s)
     content = canonical_text({"name": name, "value": value.decode(), "expires_s": shared_s}).encode()
@@ -84,8 +84,8 @@ def drop(index: Index, folder: Path, name: str) -> bool:
 
 
 def restore(index: Index, folder: Path, now_s: float) -> Restored:
-    """Put the notes that the root has and the index lacks into the index, and remove the files of expired ones. Raises
-    IndexUnavailable. What cannot be read is logged."""
+    """Put notes that the root has and the index lacks into the index, and remove the files of expired notes. Log files
+    that cannot be read. Raises IndexUnavailable."""
     known = {name for prefix in PREFIXES for name in index.notes(prefix, now_s)}
     counts = dict.fromkeys(PREFIXES, 0)
     for path, kept in _read_all(folder):

@@ -1,39 +1,39 @@
-"""Room on the disk: how many bytes a root's segment sets may take, by what the disk says and by what it refused. Pure.
+"""Room on the disk: the bytes that a root's segment sets may take, by statvfs and by refused writes. Pure.
 
-statvfs does not know of quotas, of one full OST behind a sum, and on some file systems not yet of space that was just
-freed. So a refused write, preallocation or create is a limit of its own, and evicted files count as room until their
-space had time to show: to evict more in their place would empty the root.
+statvfs does not show quotas, or one full OST among others, and on some file systems it shows freed space late. So a
+refused write, preallocation or create sets a limit of its own, and the space of evicted files counts as room until it
+shows: otherwise more and more sets would be evicted in their place, until the root is empty.
 """
 
 from collections import deque
 
-LATE_S = 60.0  # longest time for the space of evicted files to show on most file systems, seconds
-SETTLE_FIRST_S, SETTLE_MAX_S = 5.0, 60.0  # time after an eviction in which a refusal says nothing new, seconds
+LATE_S = 60.0  # longest time until statvfs shows the space of evicted files on most file systems, seconds
+SETTLE_FIRST_S, SETTLE_MAX_S = 5.0, 60.0  # time after an eviction in which a refusal is no new information, seconds
 PROBE_INTERVAL_S = 60.0  # interval at which a limit that was learned from a refusal is raised, seconds
 
 
 class Room:
     """Space of one root as one engine observes it. Times are seconds of any clock.
 
-    reclaim_s: time in which the file system is known to free the space of removed files, seconds; 0: at once or soon.
+    reclaim_s: time that the file system is known to take to free the space of removed files, seconds; 0: little.
     """
 
     def __init__(self, reclaim_s: float = 0.0) -> None:
         self._reclaim_s = reclaim_s
-        self._awaited: tuple[float, int] | None = None  # where that takes minutes: until when, and for which free bytes
+        self._awaited: tuple[float, int] | None = None  # with reclaim_s, after an eviction: (deadline, free bytes then)
         self._before = (0, 0)  # bytes of all sets at the last look; the room when no eviction was late
         self._late: deque[tuple[float, int]] = deque()  # (time, bytes) of evictions whose space may not show yet
         self._evicted_s = float("-inf")
         self._settle_s = SETTLE_FIRST_S
         self.limit_bytes: int | None = None  # room by the last refusal; None: nothing was refused
         self._refused_s = float("-inf")
-        self._row_s: float | None = None  # first refusal since the last one that was news; None: saves worked since
+        self._row_s: float | None = None  # time of the first refusal in a row; None: saves worked since
         self._raise_s = 0.0
         self._step_bytes = 0
         self._disk_agreed = False  # statvfs said, too, that the disk is full
 
     def bytes_for_sets(self, now_s: float, set_bytes: int, free_bytes: int, need_bytes: int = 0) -> int:
-        """Return how many bytes sets may take in all.
+        """Return the limit of the size of all sets, in bytes.
 
         Args:
             set_bytes: of all sets in the index that have files.
@@ -43,7 +43,7 @@ class Room:
         room_bytes = self._by_disk(now_s, set_bytes, free_bytes)
         if self.limit_bytes is None:
             return room_bytes
-        if self._disk_agreed and free_bytes >= need_bytes:  # what statvfs says was the whole truth
+        if self._disk_agreed and free_bytes >= need_bytes:  # statvfs had explained the refusal, and shows room now
             self.limit_bytes = None
             return room_bytes
         if now_s >= self._raise_s:
@@ -53,8 +53,7 @@ class Room:
         return min(room_bytes, self.limit_bytes)
 
     def overbooked(self, n_bytes: int) -> None:
-        """Note that so many bytes left the sum of all sets since the last look and had never been on the disk: no space
-        is on its way for them."""
+        """Note that the sum of all sets shrank by so many bytes that were never on the disk, so they free no space."""
         set_bytes, known_bytes = self._before
         self._before = (set_bytes - n_bytes, known_bytes)
 
@@ -76,13 +75,13 @@ class Room:
         return room_bytes
 
     def refused(self, now_s: float, set_bytes: int, free_bytes: int, need_bytes: int) -> bool:
-        """Take it as the limit that there was no room for a set beside `set_bytes`. Return whether it is news: soon
-        after an eviction it is not, because the space of what was evicted may still be on its way."""
+        """Set the limit after a refusal: there was no room for a set beside `set_bytes`. Return False, and change
+        nothing, soon after an eviction, because the space of the evicted sets may not be free yet."""
         if self._row_s is None or not 0.0 <= now_s - self._refused_s < self._settle_s:
             self._row_s = now_s
         self._refused_s = now_s
-        # Sets that are closed because their files found no room make the sum drop as evictions do, each time. So a row
-        # of refusals is news in any case once it has lasted for as long as an eviction takes to show.
+        # Each set that is closed because its files found no room makes the sum drop as an eviction does. So a row of
+        # refusals counts in any case once it has lasted for as long as an eviction takes to show.
         is_settling = all(0.0 <= now_s - since_s < self._settle_s for since_s in (self._evicted_s, self._row_s))
         if is_settling or self.is_waiting(now_s, free_bytes):
             return False
@@ -90,7 +89,7 @@ class Room:
         if self._reclaim_s:
             self._awaited = now_s + self._reclaim_s, free_bytes + need_bytes
         self._settle_s = min(SETTLE_MAX_S, 2 * self._settle_s)
-        self._evicted_s = now_s  # of what the caller evicts now
+        self._evicted_s = now_s  # the caller evicts now
         self.limit_bytes = max(0, set_bytes - need_bytes)
         self._disk_agreed = free_bytes < need_bytes
         self._raise_s = now_s + PROBE_INTERVAL_S
@@ -98,8 +97,8 @@ class Room:
         return True
 
     def is_waiting(self, now_s: float, free_bytes: int) -> bool:
-        """Return whether the space of what was evicted after a refusal is on its way and does not show yet. No set is
-        made then: saves that are refused use up its slots, and a further set would be evicted for the next one."""
+        """Return True while the space of sets that were evicted after a refusal does not show yet. The caller makes no
+        set then: refused saves would use up its slots, and another set would be evicted for the next one."""
         if self._awaited is not None:
             until_s, wanted_bytes = self._awaited
             if free_bytes >= wanted_bytes or not until_s - self._reclaim_s <= now_s < until_s:
@@ -107,8 +106,8 @@ class Room:
         return self._awaited is not None
 
     def worked(self, now_s: float, set_bytes: int, need_bytes: int) -> None:
-        """Note that records were saved. Where nothing was refused for a while, there is room for what is written."""
-        if now_s - self._refused_s < SETTLE_FIRST_S:  # it may have been a segment that was made before
+        """Note that records were saved. Unless a save was refused lately, there is room for `set_bytes`."""
+        if now_s - self._refused_s < SETTLE_FIRST_S:  # the records may be in a segment with reserved space
             return
         self._settle_s = SETTLE_FIRST_S
         self._awaited = self._row_s = None

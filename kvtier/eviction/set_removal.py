@@ -65,11 +65,11 @@ class Remover:
         self._may_be_away = file_system_of(folder).visibility is not Visibility.LOCAL
 
     def held_bytes(self) -> int:
-        """Return what files of removed sets still take because a process has them open, where a network file system
-        keeps such files under another name (`.nfsXXXX`).
+        """Return the bytes of removed files that a process has open, which network file systems keep under another name
+        (`.nfsXXXX`).
 
-        Looked for in namespaces from which this process removed a set, and no longer than LATE_S: a process that hangs
-        must not keep others from saving.
+        Only namespaces are examined from which this process has removed a set in the last LATE_S: a process that hangs
+        must not keep others from saving for longer.
         """
         total, now_s = 0, self._clock()
         for namespace, removed_s in list(self._watched_s.items()):
@@ -88,12 +88,12 @@ class Remover:
         return total
 
     def remove(self, info: SetInfo, token: int | None = None) -> int:
-        """Remove a set. Return the bytes given back. `token`: see Index.remove_set. Raises StaleLease,
-        IndexUnavailable, TierUnavailable."""
+        """Remove a set. Return the freed bytes. `token`: see Index.remove_set. Raises StaleLease, IndexUnavailable,
+        TierUnavailable."""
         note = f"{PREFIX}{info.set_id:016x}"
         removal = Removal(info.set_id, info.namespace, info.n_bytes, info.tenant)
-        # Measured before the note: from then on a sweep, or the next evictor, may unlink the same files. What those
-        # have unlinked is not away.
+        # Measured before the note is written: from then on a sweep or the next evictor may unlink the files, and then
+        # they are not missing for a while but gone.
         missing_bytes = self._missing_bytes(removal)
         self._index.put_note(note, removal.pack(), None)
         try:
@@ -107,8 +107,8 @@ class Remover:
         return freed_bytes
 
     def _missing_bytes(self, removal: Removal) -> int:
-        """Return what files of the set should take that are missing now, as on a brick that is down. Files without a
-        record do not count: they may never have been made."""
+        """Return the bytes of the set's files that are missing now, as on a brick that is down. Files without a record
+        do not count, because they may never have been created."""
         if not self._may_be_away:
             return 0
         sizes = SegmentFiles(self._folder / removal.namespace.hex(), direct=False).part_bytes(removal.set_id)
@@ -118,13 +118,13 @@ class Remover:
         return missing_bytes
 
     def _expect_back(self, removal: Removal, missing_bytes: int) -> None:
-        """Note what is away: those files come back and take their space again."""
+        """Write the note `away/`: the missing files come back and take their space again."""
         if missing_bytes > 0:
             note = removal._replace(n_bytes=missing_bytes).pack()
             self._index.put_note(f"{AWAY_PREFIX}{removal.set_id:016x}", note, self._clock() + AWAY_S)
 
     def finish(self, now_s: float) -> None:
-        """Complete removals that other evictors began, and unlink files of removed sets that were away and are back.
+        """Complete removals that other evictors began, and unlink files of removed sets that were missing and are back.
         The caller holds the lease of eviction or of the sweep."""
         for prefix, finish in ((PREFIX, self._finish_begun), (AWAY_PREFIX, self._finish_away)):
             for note, value in self._index.notes(prefix, now_s).items():
@@ -162,8 +162,8 @@ class Remover:
         return sum(removal.n_bytes for removal in begun if removal.set_id not in known)
 
     def pending(self, sets: Iterable[SetInfo], now_s: float) -> list[Removal]:
-        """Return removals that may be incomplete, or whose files may come back. sets: those that the index
-        had before; their removals are left out."""
+        """Return the removals that may be incomplete or whose files may come back, except those of `sets`, which the
+        index listed before this call."""
         known, found = {info.set_id for info in sets}, list[Removal]()
         for note, value in (self._index.notes(PREFIX, now_s) | self._index.notes(AWAY_PREFIX, now_s)).items():
             with suppress(*_MALFORMED):
@@ -175,5 +175,5 @@ class Remover:
     def _unlink(self, set_id: int, namespace: bytes) -> int:
         freed_bytes = SegmentFiles(self._folder / namespace.hex(), direct=False).unlink_set(set_id)
         self._watched_s[namespace] = self._clock()
-        self._index.remove_set(set_id)  # who rebuilds the index may have read it back before its files were gone
+        self._index.remove_set(set_id)  # a rebuild may have added the set again before its files were gone
         return freed_bytes
