@@ -31,7 +31,7 @@ from kvtier.errors import ConfigError
 from kvtier.format.geometry import Geometry, RankShare, share_of_rank
 from kvtier.format.namespace import CodecId, Namespace, canonical_text
 from kvtier.model.weights_fingerprint import config_fingerprint, file_fingerprint, weights_fingerprint
-from kvtier.storage.own_files import FOLDER
+from kvtier.storage.cache_folder import FOLDER
 
 # Drafting methods that keep no KV of their own.
 DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})

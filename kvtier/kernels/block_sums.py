@@ -16,7 +16,7 @@ from kvtier.io import cuda
 from kvtier.io.cuda import KernelHandle
 from kvtier.kernels.device_code import load, unpack
 from kvtier.kernels.launch import on_device
-from kvtier.storage.own_files import OwnFiles
+from kvtier.storage.cache_folder import CacheFolder
 
 PIECE_FIELDS = 4  # of the table: address (a multiple of 8), first pair in the block, pairs, number of the block
 PAGES = 16  # of a program
@@ -27,12 +27,12 @@ _loaded: dict[torch.device, KernelHandle] = {}  # by device; the driver keeps a 
 _loading = threading.Lock()
 
 
-def is_compiled(device: torch.device, stored: OwnFiles) -> bool:
+def is_compiled(device: torch.device, stored: CacheFolder) -> bool:
     """Return whether the kernel is among those stored for a CUDA device."""
     return device.type == "cuda" and stored.get(_key(_capability(device))) is not None
 
 
-def load_kernel(capability: int, stored: OwnFiles | None) -> KernelHandle:
+def load_kernel(capability: int, stored: CacheFolder | None) -> KernelHandle:
     """Load the kernel into the current device's context: the stored one, else one that is compiled, and stored.
 
     capability: of the device, such as 90. What Triton raises where it has no compiler is passed on. Raises as
@@ -53,7 +53,7 @@ def load_kernel(capability: int, stored: OwnFiles | None) -> KernelHandle:
     return kernel
 
 
-def kernel_on(device: torch.device, stored: OwnFiles | None) -> KernelHandle:
+def kernel_on(device: torch.device, stored: CacheFolder | None) -> KernelHandle:
     """Return the kernel on a CUDA device, which is loaded once a process. Raises as `load_kernel`."""
     with _loading, on_device(device):
         if device not in _loaded:
@@ -82,7 +82,7 @@ class BlockSums:
         n_blocks: int,
         seed: int,
         device: torch.device,
-        stored: OwnFiles | None = None,
+        stored: CacheFolder | None = None,
     ) -> None:
         """Prepare to sum pieces. Takes seconds where the kernel has to be compiled.
 

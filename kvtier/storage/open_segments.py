@@ -1,8 +1,8 @@
-"""Open segments: descriptors shared by all users of a segment, counted, and closed when long unused or when their set
-was removed.
+"""Open segments: reference-counted descriptors, shared by all users of a segment. A descriptor is closed when it is
+long unused or its set was removed.
 
-No system call is made while the lock is held: any of them may hang on a network file system. `release` makes none,
-because threads call it that must not wait (I10).
+No system call is made under the lock, because any of them may hang on a network file system. `release` makes none at
+all, because threads that must not wait call it (I10).
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from kvtier.runtime.threads import Job
 
 OPEN_FILES_MAX = 2048  # segments of a namespace kept open, where RLIMIT_NOFILE allows: 256 sets of 8 files a rank
 
-# Seconds for which an open segment is known to have a name: many reads need one question. `close_unlinked`, which a
-# worker calls every two seconds, asks it for all of them.
+# Time for which a check that an open segment was not unlinked is valid, seconds, so that many reads need one fstat. A
+# worker calls `close_unlinked`, which checks all open segments, every two seconds.
 CHECKED_FOR_S = 5.0
 
-GONE = (errno.ESTALE, errno.ENOENT)  # what fstat raises for a file that was unlinked elsewhere: NFS, and FUSE
+GONE = (errno.ESTALE, errno.ENOENT)  # errors of fstat for a file that another node unlinked: NFS, and FUSE
 
 Name = tuple[int, int]  # (set id, part): see kvtier.format.record.part_of
 
 
 class OpenSegment:
-    """A descriptor in use. `release` it exactly once for each time it was given out."""
+    """Open segment. Its users call `release` exactly once for each lease."""
 
     def __init__(self, fd: int, header: SegmentHeader, pool: OpenSegments) -> None:
         self.fd = fd
         self.header = header
         self.users = 0
         self.is_forgotten = False
-        self.is_asked = False  # by `close_unlinked`, which waits for the answer
-        self.checked_s = time.monotonic()  # when the file was last known to have a name
+        self.is_asked = False  # `close_unlinked` waits for the fstat of this segment
+        self.checked_s = time.monotonic()  # time at which the file was last known to have a name
         self._pool = pool
 
     def release(self) -> None:
@@ -56,7 +56,7 @@ class OpenSegment:
             pool.close_released()
 
     def is_unlinked(self) -> bool | None:
-        """Return whether the file system says that the file has no name any more; None if it does not say.
+        """Return True if the file system reports that the file has no name any more; None if it does not answer.
 
         False does not mean that the file has a name: NFS gives a file that this client has open another name
         (`.nfsXXXX`) when it is unlinked. So a segment is closed because its set was removed from the index.
@@ -91,11 +91,11 @@ class OpenSegments:
         raise NotImplementedError
 
     def lease(self, set_id: int, part: int, *, for_writing: bool = False) -> OpenSegment | None:
-        """Return the segment, open until its `release`; None when there is no such file. A segment that is written is
-        asked for its name each time: what goes into an unlinked file is lost.
+        """Return the segment, open until its `release`; None if there is no such file. A segment to write is checked
+        each time, because bytes that are written to an unlinked file are lost.
 
-        Raises Corrupt when the file is not the segment that its name says; TierUnavailable also without the folder or
-        in another one, as on a mount that is away: its files are not gone.
+        Raises Corrupt if the file is not the segment of its name. Raises TierUnavailable also if the folder is missing
+        or another one, as with a mount that is away: then its files are not gone.
         """
         name, now_s = (set_id, part), time.monotonic()
         with self.lock:
@@ -108,7 +108,7 @@ class OpenSegments:
                 return segment
             if segment.is_unlinked() is False:
                 segment.checked_s = now_s
-                return segment  # else its mount may have been made anew, and this would never be of use again
+                return segment  # else reopen it: after a remount this descriptor would fail for good
             self._forget(name, segment)
             segment.release()
         found = self._open_file(name)
@@ -123,7 +123,7 @@ class OpenSegments:
         if self._submit is None:
             self.close_released()
         elif self.released:
-            self._submit(self.close_released)  # refused while the thread tidies; its next tidying closes these too
+            self._submit(self.close_released)  # refused while the thread is busy; its next `tidy` closes these too
         return segment
 
     def lease_at_once(self, set_id: int, part: int) -> OpenSegment | None:
@@ -161,8 +161,8 @@ class OpenSegments:
         self._forget_those(lambda name, segment: name[0] in set_ids)
 
     def close_unlinked(self) -> None:
-        """Close the files of which the file system says that they were unlinked. Another call goes on with the files
-        after one that hangs, which no call asks again until it answers."""
+        """Close the files that were unlinked. If the fstat of a file hangs, another call goes on with the files behind
+        it, and no call checks that file again before the fstat returns."""
         self._forget_those(self._is_found_unlinked)
 
     def close_unused(self) -> None:
@@ -208,7 +208,7 @@ class OpenSegments:
             is_unlinked = segment.is_unlinked()
         finally:
             segment.is_asked = False
-        segment.checked_s = asked_s if is_unlinked is False else -math.inf  # the next to use it asks, or opens it anew
+        segment.checked_s = asked_s if is_unlinked is False else -math.inf  # at -inf its next user checks it again
         return is_unlinked is True
 
     def _forget(self, name: Name, segment: OpenSegment) -> None:

@@ -1,7 +1,7 @@
-"""The file-system tier of one namespace: making, opening, listing and unlinking its segment files.
+"""Segment files: creates, opens, lists and unlinks the segments of a namespace.
 
-Bytes are moved by kvtier.io.ring with the descriptors given out here. Files are 0600, plain ones in folders that are no
-links (kvtier.storage.safe_open), and opened for direct I/O unless the file system refuses that.
+The engines of kvtier.io move the bytes, through the descriptors that are opened here. Segments are plain files of mode
+0600 in folders that are no links (kvtier.storage.safe_open), opened for direct I/O unless the file system refuses that.
 """
 
 from __future__ import annotations
@@ -74,10 +74,9 @@ class NeverBegun(Corrupt):
 class SegmentFiles(OpenSegments):
     """Segments in one folder. Thread-safe; descriptors are shared, counted, and closed when long unused.
 
-    Raises TierUnavailable where the file system refuses (full, read-only, gone).
-    before_close, submit: see OpenSegments.
-    is_in_place: whether the folder's root is the one that was opened; asked when a segment is missing.
-    flushes: other nodes see what is written only after fdatasync, which `create` calls for the header.
+    Raises TierUnavailable if the file system refuses (full, read-only, gone). before_close, submit: see OpenSegments.
+    is_in_place: returns True if the folder's root is the one that was opened; called when a segment is missing.
+    flushes: other nodes see written bytes only after fdatasync, so `create` and `erase` call it.
     """
 
     def __init__(
@@ -96,16 +95,16 @@ class SegmentFiles(OpenSegments):
         super().__init__(before_close, submit)
 
     def create(self, header: SegmentHeader) -> bool:
-        """Make a whole segment of empty slots. Return False if there is a file of its name.
+        """Create a segment of empty slots, with its full size. Return False if its file exists.
 
-        Raises TierUnavailable; its `is_full` tells whether space is what is missing.
+        Raises TierUnavailable; with `is_full` if space is missing.
         """
         try:
             return self._create(header)
         except TierUnavailable as fault:
             if not fault.is_full:
                 raise
-            self.close_unlinked()  # their space becomes free; not before, because one of them may hang
+            self.close_unlinked()  # frees their space; only now, because an fstat may hang
             return self._create(header)
 
     def _create(self, header: SegmentHeader) -> bool:
@@ -127,7 +126,7 @@ class SegmentFiles(OpenSegments):
     def _fill_and_close(self, fd: int, header: SegmentHeader) -> None:
         try:
             if file_system_of(self.folder).kind in IN_MEMORY:
-                os.ftruncate(fd, header.file_bytes)  # to reserve memory is to zero it, which takes as long as writing
+                os.ftruncate(fd, header.file_bytes)  # tmpfs zeroes memory to reserve it, which takes as long as a write
             else:
                 _allocate(fd, header.file_bytes)
             _write_page(fd, header.pack())
@@ -139,11 +138,11 @@ class SegmentFiles(OpenSegments):
         os.close(fd)  # a network file system may say here that a quota or the disk is full
 
     def is_there(self) -> bool:
-        """Return whether the folder exists in the root that was opened: else a missing file is not gone."""
+        """Return True if the folder exists in the root that was opened. Otherwise a missing file is not gone."""
         return self.folder.is_dir() and self._is_in_place()
 
     def trim(self, set_id: int, part: int, slots_used: int) -> None:
-        """Give back the space of the set's slots from `slots_used` on, which no writer will fill any more."""
+        """Truncate a file behind the set's first `slots_used` slots. No writer may fill the others any more."""
         with self._leased(set_id, part) as segment:
             if segment is not None and os.fstat(segment.fd).st_size > segment.header.bytes_up_to(slots_used):
                 os.ftruncate(segment.fd, segment.header.bytes_up_to(slots_used))
@@ -225,8 +224,8 @@ class SegmentFiles(OpenSegments):
             return None
 
     def held_bytes(self) -> int:
-        """Return what unlinked files take on disk that a process has open, where the file system gives them another
-        name. Local file systems do not, and are not listed."""
+        """Return the bytes on disk of unlinked files that a process has open and that the file system has renamed.
+        Local file systems rename none, so there the folder is not listed."""
         if not file_system_of(self.folder).is_network:
             return 0
         total = 0
@@ -238,7 +237,7 @@ class SegmentFiles(OpenSegments):
         return total
 
     def unlink_set(self, set_id: int) -> int:
-        """Remove the set's files; readers that have one open read on (I3). Return the bytes of those found."""
+        """Unlink the set's files. Readers that have one open go on reading (I3). Return the size of the files found."""
         self._close_everywhere(set_id)  # also files that another process has removed
         return sum(n_bytes for part, n_bytes in self.part_bytes(set_id).items() if self._unlink(set_id, part))
 
@@ -310,11 +309,11 @@ _folders_lock = threading.Lock()
 
 
 def close_in_process(folder: Path, set_id: int) -> None:
-    """Close what any SegmentFolders of this process has open of a set in a namespace's folder.
+    """Close all segments of a set that any SegmentFolders of this process has open, except those in use.
 
-    Called before the set's files are unlinked: a file that an NFS client unlinks while it has it open becomes
-    `.nfsXXXX` and keeps its space. Where scheduler and worker are one process, nothing of the set stays open but what
-    is in use; other processes see in the index that the set is gone (kvtier.worker.context).
+    Called before the set's files are unlinked: an NFS client renames an open file that it unlinks to `.nfsXXXX`, which
+    keeps its space. Other processes close the segments when they see in the index that the set is gone
+    (kvtier.worker.context).
     """
     with _folders_lock:
         found = list(_folders)
@@ -327,9 +326,9 @@ def close_in_process(folder: Path, set_id: int) -> None:
 class SegmentFolders:
     """Namespace id -> its segments, made at first use. Thread-safe.
 
-    check: raises TierUnavailable when a namespace is none that may be used here; asked until it does not.
-    before_close, is_in_place: see SegmentFiles.
-    sharing: what holds of the files between nodes. submit: see OpenSegments; set before the first use of a namespace.
+    check: raises TierUnavailable for a namespace that must not be used here; called until it succeeds once.
+    before_close, is_in_place: see SegmentFiles. sharing: properties of the files between nodes. submit: see
+    OpenSegments; set before the first use of a namespace.
     """
 
     def __init__(

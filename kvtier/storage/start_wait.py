@@ -1,6 +1,6 @@
-"""Waiting for a root's storage while an engine starts: it says so when that takes long, and ends by a deadline.
+"""Start wait: limits the time for which the start of an engine waits for a root's storage, and logs a long wait.
 
-A call that hangs in the kernel cannot be taken back: it is left behind on a thread of its own."""
+A call that hangs in the kernel cannot be cancelled: it is left behind on a thread of its own."""
 
 import logging
 import os
@@ -15,14 +15,16 @@ from kvtier.storage.filesystem import mounted_at
 
 log = logging.getLogger("kvtier")
 
-SAID_AFTER_S = 5.0  # a start that waits so long says what it waits for, seconds
-TIMEOUT_S = 60.0  # a start that waits so long ends
+SAID_AFTER_S = 5.0  # time after which a waiting start logs what it waits for, seconds
+TIMEOUT_S = 60.0  # time after which a waiting start fails, seconds
 
 T = TypeVar("T")
 
 
 def in_time(root: Path, what: str, work: Callable[[], T]) -> T:
-    """Return or raise what `work` does, within TIMEOUT_S. Raises ConfigError after that."""
+    """Call `work` and return its result, or raise its exception. Raises ConfigError after TIMEOUT_S.
+
+    what: name of the work in messages."""
     result = begin("start", work)
     mount = mounted_at(os.path.abspath(root))
     if not wait([result], SAID_AFTER_S).done:

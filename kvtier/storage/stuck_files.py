@@ -1,19 +1,19 @@
-"""Segments whose opening or reading does not come back: other loads do not follow into them, and fail at once.
+"""Stuck files: segments of which an open or a read does not return. Other loads of such a segment fail at once.
 
-A storage that is slow goes on answering; one that hangs answers nothing. Of a striped file system one target may hang
-while the others serve, so a hang is first of all one of a file."""
+Slow storage goes on answering, storage that hangs does not. In a striped file system one target may hang while the
+others answer, so at first only the file counts as stuck."""
 
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
-Name = tuple[int, int]  # (set id, rank) of a segment
+Name = tuple[int, int]  # (set id, part) of a segment
 
-HUNG_FILES_MIN = 2  # files that hang at a time before the whole storage is taken for hung
+HUNG_FILES_MIN = 2  # stuck files from which on the whole storage counts as hung
 
 
 class StuckFiles:
-    """Thread-safe. `timeout_s`: of a load; what takes half of it hangs."""
+    """Register of stuck segments. Thread-safe. `timeout_s`: of a load; an open or read that takes half of it hangs."""
 
     def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
         self._timeout_s = timeout_s
@@ -26,7 +26,7 @@ class StuckFiles:
 
     @contextmanager
     def opening(self, name: Name) -> Iterator[None]:
-        """Note that the segment is being opened, until the end."""
+        """Note that the segment is being opened, as long as the context lasts."""
         token = object()
         with self._lock:
             self._opening[token] = name, self._clock()
@@ -37,12 +37,12 @@ class StuckFiles:
                 del self._opening[token]
 
     def answered(self) -> None:
-        """Note that a read has ended: the storage as a whole does not hang."""
+        """Note that a read has ended, so the storage as a whole does not hang."""
         self._answered_s = self._clock()
 
     def note_read(self, names: Collection[Name], begun_s: float) -> None:
-        """Note that a read of these segments, which began then, did not come back in time. One that had less than half
-        of a load's time, because the load had waited for its turn, says nothing of the storage."""
+        """Note that a read of these segments, which began at `begun_s`, did not end in time. Ignore a read that had
+        less than half of the timeout, because its load had waited for its turn."""
         now = self._clock()
         if now - begun_s < self._timeout_s / 2:
             return
@@ -51,11 +51,11 @@ class StuckFiles:
 
     @property
     def has_any(self) -> bool:
-        """Return False if `why_not` need not be asked."""
+        """Return False if no segment can be stuck. Cheap: read before each load, in place of `why_not`."""
         return bool(self._opening or self._stuck_until_s)
 
     def why_not(self, names: Collection[Name]) -> str:
-        """Say why these segments are not to be read now; "" if they may be."""
+        """Return why these segments must not be read now; "" if they may be read."""
         now = self._clock()
         with self._lock:
             hung = {name for name, since_s in self._opening.values() if now - since_s >= self._timeout_s / 2}

@@ -22,14 +22,14 @@ from kvtier.io import ranges
 from kvtier.io.ranges import RangeProgress
 from kvtier.kernels.block_sums import BlockSums, is_compiled
 from kvtier.runtime.threads import begin
-from kvtier.storage.own_files import FOLDER, OwnFiles
+from kvtier.storage.cache_folder import FOLDER, CacheFolder
 from kvtier.weights.copies import Table
 
 log = logging.getLogger("kvtier")
 
 # Least bytes to sum for which compiling the kernel during the read pays off.
 FIRST_BYTES_MIN = 4 << 30
-KERNELS = OwnFiles(FOLDER / "kernels", "kernel", b"KVTKERN1")
+KERNELS = CacheFolder(FOLDER / "kernels", "kernel", b"KVTKERN1")
 PAIR_BYTES = 8  # of the checksum; the kernel loads pairs
 
 

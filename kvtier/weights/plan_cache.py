@@ -1,6 +1,6 @@
 """Plan files: a recorded plan as bytes, and the folder in which plans are kept for the next start.
 
-The body of a file (`storage.own_files`) is the size of a JSON text (u32), the text with all but the copies, and the
+The body of a file (`storage.cache_folder`) is the size of a JSON text (u32), the text with all but the copies, and the
 copies as rows of 8 numbers (i64, in the order of Copy's fields). Numbers are little endian.
 """
 
@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from kvtier.errors import Corrupt
 from kvtier.format.namespace import canonical_text
-from kvtier.storage.own_files import FOLDER, OwnFiles
+from kvtier.storage.cache_folder import FOLDER, CacheFolder
 from kvtier.weights.copies import FIELDS
 from kvtier.weights.copies import pack as pack_copies
 from kvtier.weights.plan import Conversion, Elements, Fill, Parameter, WeightPlan
@@ -68,7 +68,7 @@ class PlanCache:
     """Folder of plan files, one for each key. Failures cost a new recording and nothing else."""
 
     def __init__(self, folder: Path) -> None:
-        self._files = OwnFiles(folder, "plan", MAGIC)
+        self._files = CacheFolder(folder, "plan", MAGIC)
 
     def get(self, key: str, files: Sequence[Path]) -> WeightPlan | None:
         """Return a plan that this user stored; None if there is none, or a damaged one, which is removed."""

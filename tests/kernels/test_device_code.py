@@ -12,7 +12,7 @@ import torch
 from kvtier.errors import Corrupt
 from kvtier.kernels import block_sums
 from kvtier.kernels.device_code import DeviceCode, unpack
-from kvtier.storage.own_files import OwnFiles
+from kvtier.storage.cache_folder import CacheFolder
 from tests.kernels.device_rig import device_block_sums
 
 CODE = DeviceCode("kernel", 128, 48, bytes(range(256)))
@@ -50,11 +50,11 @@ def _driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 @pytest.fixture(name="own")
-def _own(tmp_path: Path) -> OwnFiles:
-    return OwnFiles(tmp_path, "kernel", b"TESTING1")
+def _own(tmp_path: Path) -> CacheFolder:
+    return CacheFolder(tmp_path, "kernel", b"TESTING1")
 
 
-def test_code_is_compiled_once_for_a_device(own: OwnFiles, driver: Driver) -> None:
+def test_code_is_compiled_once_for_a_device(own: CacheFolder, driver: Driver) -> None:
     for capability in (90, 90, 100, 90):
         block_sums.load_kernel(capability, own)
     assert driver.compiled == [90, 100] and driver.loaded == [CODE] * 4
@@ -62,14 +62,14 @@ def test_code_is_compiled_once_for_a_device(own: OwnFiles, driver: Driver) -> No
     assert len(driver.compiled) == 3
 
 
-def test_sources_decide_the_key(monkeypatch: pytest.MonkeyPatch, own: OwnFiles, driver: Driver) -> None:
+def test_sources_decide_the_key(monkeypatch: pytest.MonkeyPatch, own: CacheFolder, driver: Driver) -> None:
     block_sums.load_kernel(90, own)
     monkeypatch.setattr(block_sums, "SOURCES", block_sums.SOURCES[:1])
     block_sums.load_kernel(90, own)
     assert len(driver.compiled) == 2
 
 
-def test_what_is_no_code_is_compiled_again(own: OwnFiles, driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_code_is_compiled_again(own: CacheFolder, driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     for body in (b"", b"\x05\0\0\0{}", b"\x02\0\0\0[]", CODE.pack()[:6]):
         with pytest.raises(Corrupt, match="no kernel of this kvtier"):
             unpack(body)
@@ -79,7 +79,7 @@ def test_what_is_no_code_is_compiled_again(own: OwnFiles, driver: Driver, caplog
 
 
 def test_code_that_the_driver_refuses_is_replaced(
-    own: OwnFiles, driver: Driver, caplog: pytest.LogCaptureFixture
+    own: CacheFolder, driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The driver refused it at every start, and the CPU computed the sums."""
     own.put(block_sums._key(90), REFUSED.pack())
@@ -90,7 +90,7 @@ def test_code_that_the_driver_refuses_is_replaced(
     assert "is not used, and made anew: cuModuleLoadData" in caplog.text
 
 
-def test_new_code_that_the_driver_refuses_is_not_stored(own: OwnFiles, driver: Driver) -> None:
+def test_new_code_that_the_driver_refuses_is_not_stored(own: CacheFolder, driver: Driver) -> None:
     driver.code = REFUSED
     own.put(block_sums._key(90), REFUSED.pack())
     with pytest.raises(RuntimeError, match="error 200"):
@@ -98,7 +98,7 @@ def test_new_code_that_the_driver_refuses_is_not_stored(own: OwnFiles, driver: D
     assert driver.compiled == [90] and own.get(block_sums._key(90)) is None
 
 
-def test_a_kernel_is_loaded_once_for_a_device(own: OwnFiles, driver: Driver) -> None:
+def test_a_kernel_is_loaded_once_for_a_device(own: CacheFolder, driver: Driver) -> None:
     """The driver kept a module of each load of weights."""
     devices = [torch.device("cuda", number % 2) for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
@@ -106,7 +106,7 @@ def test_a_kernel_is_loaded_once_for_a_device(own: OwnFiles, driver: Driver) -> 
     assert len(driver.loaded) == len(set(kernels)) == 2 and kernels[:2] * 4 == kernels
 
 
-def test_a_load_that_failed_is_tried_again(own: OwnFiles, driver: Driver) -> None:
+def test_a_load_that_failed_is_tried_again(own: CacheFolder, driver: Driver) -> None:
     driver.code = REFUSED
     with pytest.raises(RuntimeError, match="error 200"):
         block_sums.kernel_on(torch.device("cuda", 0), own)

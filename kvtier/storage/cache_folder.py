@@ -1,4 +1,4 @@
-"""Files that processes of one user keep for each other, such as plans and compiled kernels. Any can be made again.
+"""Cache files that processes of one user share, such as plans and compiled kernels. Any of them can be made again.
 
 magic (8 bytes)   size of the body (u64, little endian)   body   blake3 of the body (32 bytes)
 """
@@ -22,18 +22,17 @@ log = logging.getLogger("kvtier")
 FOLDER = LOCAL_STATE / f"kvtier-{os.getuid()}"
 FILE_BYTES_MAX = 1 << 30  # longest file that is read, bytes
 LEFT_OVER_S = 3600.0  # age from which on a draft is one of a killed writer, seconds
-FOLDER_BYTES_MAX = 1 << 30  # of one user's files of a folder and kind; those used longest ago are removed beyond it
+FOLDER_BYTES_MAX = 1 << 30  # limit of one user's files of a kind in a folder; the least recently used are removed
 
 
-class OwnFiles:
-    """Folder of files, one for each key, a hash in hexadecimal digits. Failures cost the work of making a body again
-    and nothing else."""
+class CacheFolder:
+    """Folder of cache files, one for each key; a key is a hash in hexadecimal digits. A failure is a cache miss."""
 
     def __init__(self, folder: Path, kind: str, magic: bytes) -> None:
-        """Name the folder.
+        """Set the folder; it is created with the first file.
 
-        kind: what a body is, for the log and the names of files. magic: 8 bytes, whose number grows when files of an
-        earlier kvtier must not be used any more.
+        kind: of the content, for log lines and file names. magic: 8 bytes with a version, which changes when files of
+        an earlier kvtier must not be used any more.
         """
         self._folder, self._kind, self._magic = folder, kind, magic
         # Names of these files, and of drafts that killed writers left. The folder may be the user's own, so no other
@@ -41,7 +40,7 @@ class OwnFiles:
         self._removable = re.compile(rf"[0-9a-f]{{64}}\.{kind}|\.[0-9a-f]{{64}}\.{kind}\.[0-9a-f]{{32}}")
 
     def get(self, key: str) -> bytes | None:
-        """Return the body that this user stored; None if there is none, or a damaged one, which is removed."""
+        """Return the body of a file that this user stored; None if there is no file, or a damaged one: remove that."""
         path = self.path(key)
         try:
             with path.open("rb") as file:

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from kvtier.storage import own_files
-from kvtier.storage.own_files import OwnFiles
+from kvtier.storage import cache_folder
+from kvtier.storage.cache_folder import CacheFolder
 
 KEY = "key"
 
 
-def files(folder: Path) -> OwnFiles:
-    return OwnFiles(folder, "plan", b"TESTING1")
+def files(folder: Path) -> CacheFolder:
+    return CacheFolder(folder, "plan", b"TESTING1")
 
 
 def test_a_body_comes_back_in_private_folders(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def hashed(number: int) -> str:
 
 
 def test_files_that_were_used_longest_ago_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_files, "FOLDER_BYTES_MAX", 3500)
+    monkeypatch.setattr(cache_folder, "FOLDER_BYTES_MAX", 3500)
     own = files(tmp_path)
     draft = tmp_path / f".{hashed(9)}.plan.{'0' * 32}"  # of a writer that was killed
     users = [tmp_path / name for name in ("notes.plan", f"{hashed(8)}.kernel", ".git")]
@@ -97,7 +97,7 @@ def test_files_that_were_used_longest_ago_are_removed(tmp_path: Path, monkeypatc
 
 
 def test_a_new_file_stays_where_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_files, "FOLDER_BYTES_MAX", 2500)
+    monkeypatch.setattr(cache_folder, "FOLDER_BYTES_MAX", 2500)
     own, ahead_s = files(tmp_path), time.time() + 86400
     for number in range(2):
         own.put(hashed(number), bytes(1000))
@@ -108,7 +108,7 @@ def test_a_new_file_stays_where_the_clock_was_set_back(tmp_path: Path, monkeypat
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
 def test_files_of_other_users_are_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_files, "FOLDER_BYTES_MAX", 1500)
+    monkeypatch.setattr(cache_folder, "FOLDER_BYTES_MAX", 1500)
     own = files(tmp_path)
     for number in range(3):
         own.put(hashed(number), bytes(1000))
@@ -119,7 +119,7 @@ def test_files_of_other_users_are_not_removed(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_file_that_another_process_is_writing_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_files, "FOLDER_BYTES_MAX", 1500)
+    monkeypatch.setattr(cache_folder, "FOLDER_BYTES_MAX", 1500)
     draft = tmp_path / f".{hashed(9)}.plan.{'0' * 32}"
     draft.write_bytes(bytes(1000))
     for number in range(3):
@@ -130,7 +130,7 @@ def test_a_file_that_another_process_is_writing_is_not_removed(tmp_path: Path, m
 def test_ranks_that_write_at_the_same_time_keep_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(own_files, "FOLDER_BYTES_MAX", 10_000)
+    monkeypatch.setattr(cache_folder, "FOLDER_BYTES_MAX", 10_000)
     with caplog.at_level(logging.INFO, "kvtier"), ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: files(tmp_path).put(hashed(number), bytes(1000)), range(200)))
     assert 5_000 <= sum(path.stat().st_size for path in tmp_path.iterdir()) <= 10_000
