@@ -1,7 +1,7 @@
-"""Index recovery: reads segments back into an index that does not know their records, from header pages.
+"""Index recovery: publishes records from the header pages of segments in an index that does not list them.
 
-Of a chunk that is stored twice, one record may have been found bad earlier, which no header says. So the record that
-the index already has is read and verified before the other one is refused.
+If a chunk is stored twice, one record may have been found bad earlier, which its header does not show. So the record
+that the index already has is read and verified before the other one is skipped.
 """
 
 import logging
@@ -20,16 +20,16 @@ from kvtier.storage.segments import SegmentFiles, segment_name
 log = logging.getLogger("kvtier")
 
 ADOPTED_MAX = 512  # records that become visible in one step with their set when it is read back
-# Age from which on a file's header pages are taken as final, seconds: before it another node may read pages from before
-# a write.
+# Age from which on a file's header pages are final, seconds: a younger file may show another node pages from before a
+# write.
 SETTLED_S = 60.0
-KEYS_AT_ONCE = 512  # keys looked up in one step; lookups of engines wait that long
+KEYS_AT_ONCE = 512  # keys looked up in one call, for which lookups of engines wait
 
 Progress = Callable[[int], None]
 
 
 class LeaseLapsed(TierUnavailable):
-    """Another process may have held the lease in between and swept the segments that were read."""
+    """The lease lapsed: another process may have held it, and swept the segments that were read."""
 
 
 @dataclass(slots=True)
@@ -42,9 +42,9 @@ class RemovedRecords:
 
 
 class SetRecovery:
-    """Reader of one process, which holds `lease`. taken_out: counts since `begin`. look_at_root: see Sweeper.
-    disk_s: the time by the clock that files are dated with. may_be_away: files can be missing for a while, as on a
-    brick that is down, or show old bytes."""
+    """Recovery of sets by one process, which holds `lease`. taken_out: counts since `begin`. look_at_root: see Sweeper.
+    disk_s: time by the clock that dates the files. may_be_away: files can be missing for a while, as on a brick that is
+    down, or show old bytes."""
 
     def __init__(
         self,
@@ -78,15 +78,15 @@ class SetRecovery:
         progress: Progress = lambda n_read: None,
         settled: Collection[int] = (),
     ) -> int:
-        """Publish the records in the header pages of a set's segments; return how many of them the index did not know.
+        """Publish the records in the header pages of a set's segments. Return how many of them the index did not list.
 
-        A set that the index does not know is added with all its segments or, where one cannot be read for now, not at
-        all. A later sweep adds it then; the missing segment of a known set would never be read again.
+        A set that the index does not list is added with all its segments. If one of them cannot be read for now, the
+        set is left to a later sweep, because no sweep reads further segments of a listed set.
 
-        faults: filled with the reason why a segment could not be read, by part. progress: called with the number of
-            segments read, repeatedly while it takes long.
-        settled: parts whose file was last written so long ago that no writer cuts it any more. Of a set that was taken
-            over, all their records are added, also those that the index refused to the writer.
+        faults: receives, by part, the reason why a segment could not be read. progress: called with the number of
+        segments read, repeatedly while that takes long. settled: parts whose file was last written so long ago that no
+        writer truncates it any more; if the set was taken over, all records of these parts are added, also those that
+        the index had rejected.
         """
         try:
             while True:
@@ -97,7 +97,7 @@ class SetRecovery:
                     if faults.keys().isdisjoint(left):
                         faults.update(dict.fromkeys(left, fault))
                         return 0
-                    # A part may have failed late, and would do so each time: the others are read again without it.
+                    # A part may have failed late, and would do so each time, so read the others without it.
         finally:
             files.close()
 
@@ -134,8 +134,8 @@ class SetRecovery:
         self.taken_out.gone += sum(self._index.retract(key, place) for key, place in gone)
         known = set(members) - gone
         missing = [record for member, record in records.items() if member not in known]
-        self._make_way(files, missing, lambda: progress(len(parts)))
-        self._check_held(lapses)  # another process may have cut it since
+        self._remove_blocking(files, missing, lambda: progress(len(parts)))
+        self._check_held(lapses)  # else another process may have truncated the files
         is_whole = all(isinstance(fault, Corrupt) for fault in faults.values())
         taken = self._take_in(self._set_info(files, header), list(records.values())) if is_whole else None
         was_known = taken is None
@@ -144,14 +144,14 @@ class SetRecovery:
         is_missing = not all(files.exists(set_id, part) for part in found)
         if is_missing and not (self._may_be_away and was_known):  # a set that the index kept may only be away
             self._look_at_root()
-            self._index.remove_set(set_id)  # it was evicted while it was read
+            self._index.remove_set(set_id)  # the set was evicted while it was read
             return 0
         return taken
 
     def _gone(self, files: SegmentFiles, missed: set[tuple[bytes, Location]]) -> set[tuple[bytes, Location]]:
         """Return the records of the index that are not in their files. missed: those that the header pages did not
-        show. Where pages may be stale, a record is gone only if it is not there through a descriptor opened now either,
-        long after the last write."""
+        show. If pages may be stale, a record counts as gone only if a descriptor that is opened now, long after the
+        last write, does not show it either."""
         if not missed or not self._may_be_away:
             return missed
         now_s = self._disk_s()
@@ -165,10 +165,11 @@ class SetRecovery:
         if not self._lease.is_held_since(lapses):
             raise LeaseLapsed("another process may have swept the root while the set was read")
 
-    def _make_way(self, files: SegmentFiles, missing: Sequence[NewRecord], progress: Callable[[], None]) -> None:
-        """Remove bad records of these chunks from the index where they block records that were read, that is where they
-        share layers and heads. This is done before publishing: a late writer may cut what it does not see in the
-        index."""
+    def _remove_blocking(self, files: SegmentFiles, missing: Sequence[NewRecord], progress: Callable[[], None]) -> None:
+        """Remove bad records from the index that share layers and heads with `missing` ones, and so keep them out.
+
+        This must precede publishing, because a late writer may truncate records that it does not see in the index.
+        """
         read: dict[bytes, list[Location]] = {}
         for record in missing:
             read.setdefault(record.key, []).append(record.location)
@@ -183,15 +184,15 @@ class SetRecovery:
                     if others and (key, location) not in self._good:
                         progress()
                         self._lease.renew()
-                        self._look_at(files, key, location, others)
+                        self._remove_if_bad(files, key, location, others)
 
-    def _look_at(self, files: SegmentFiles, key: bytes, location: Location, others: Sequence[Location]) -> None:
+    def _remove_if_bad(self, files: SegmentFiles, key: bytes, location: Location, others: Sequence[Location]) -> None:
         verdict = judge(files, key, location)
         if verdict in (RecordVerdict.AS_SUMMED, RecordVerdict.UNKNOWN):
             self._good.add((key, location))
             return
-        # A record whose file is missing makes way too: the chunk is read back from elsewhere. But one whose file may
-        # only be away is kept, and one that may be stale makes way only for a good record of all that it holds.
+        # A record whose file is missing is removed too. But if files may be missing for a while, it is kept; and if
+        # reads may be stale, it is removed only if a good record with all of its layers and heads was read.
         if self._may_be_away and (verdict is RecordVerdict.GONE or not self._is_replaced(files, key, location, others)):
             return
         name = segment_name(location.set_id, location.part)
@@ -203,9 +204,9 @@ class SetRecovery:
         return any(judge(files, key, other) is RecordVerdict.AS_SUMMED for other in whole)
 
     def _take_in(self, info: SetInfo, records: list[NewRecord]) -> int | None:
-        """Add a set with all records that were read, also those that the index knew before and may have lost since.
-        Return their number; None when the index knows the set. The last records of each part come first, so that no
-        file is cut before them."""
+        """Add a set with all records that were read, also those that the index listed before and may have lost since.
+        Return their number; None if the index lists the set. The last records of each part come first, so that no file
+        is truncated before them."""
         records.sort(key=lambda record: -record.location.slot)
         if not self._index.create_set(info, records[:ADOPTED_MAX]):
             return None
@@ -213,7 +214,7 @@ class SetRecovery:
             self._index.publish(records[ADOPTED_MAX:], from_files=True, into_unowned=True)
             return len(self._index.members(info.set_id))
         except IndexUnavailable:
-            self._index.remove_set(info.set_id)  # it comes in again, with the records that are missing now
+            self._index.remove_set(info.set_id)  # a later sweep adds it with all its records
             raise
 
     def _add_missing(
@@ -224,12 +225,12 @@ class SetRecovery:
         lapses: int,
         settled: Collection[int],
     ) -> int:
-        """Add records to a set that the index knows with the records `known`; return how many were added.
+        """Add records to a set that the index lists with the records `known`. Return how many were added.
 
-        To a set that was taken over, records behind the known ones are added only if they are in files of `settled`,
-        or if the index had accepted them before it lost their entries. It refused the others to the writer, which cuts
-        them off without the lease (own_segments). If the set has a writer, the index refuses the records in case the
-        set was taken over in between: then its files were cut behind the known ones.
+        If the set was taken over, records behind the known ones are added only from files of `settled`, or if the index
+        had accepted them before it lost their entries. The index rejected all others, and their writer truncates them
+        without the lease (own_segments). If the set has a writer, and is taken over before the publish, the index
+        rejects the records: then the files were truncated behind the known ones.
         """
         is_unowned = bool(missing) and any(info.owner == UNOWNED for info in self._index.some_sets([set_id]))
         if is_unowned:
@@ -284,7 +285,7 @@ class SetRecovery:
                 yield slot, record
 
     def _set_info(self, files: SegmentFiles, header: SegmentHeader) -> SetInfo:
-        # One from the future would never be evicted.
+        # A set with a time in the future would not be evicted.
         created_s = min(self._index.local_s(header.created_ms / 1000), self._clock())
         n_bytes = files.set_bytes_of(header.set_id)
         return SetInfo(

@@ -1,8 +1,8 @@
-"""Record check: reads one record beside the load path, a piece at a time. A record that failed its checksums in a load
-is read a second time before it is retracted from the index.
+"""Record check: verifies one record outside the load path, a piece at a time.
 
-On a file system whose clients cache, the first read may be stale: bytes that another node wrote can show a second or
-two later. Until the second read the chunk is a miss, and nothing is retracted.
+On a file system whose clients cache, a read may be stale: it may show bytes from before another node's write, for a
+second or two. So a record that failed its checksums in a load is read a second time, later, before it is retracted from
+the index. Until then the chunk is a miss.
 """
 
 import logging
@@ -25,9 +25,9 @@ from kvtier.runtime.repeated_log import RepeatedLog
 from kvtier.storage.open_segments import OpenSegment
 from kvtier.storage.segments import SegmentFiles, SegmentFolders, refuse_early_end, segment_name
 
-RECHECK_S = 1.0  # time after which a record is looked at again, seconds; clients showed new bytes within it
-RECHECK_INTERVAL_S = 0.5  # interval between two looks for records that are due, seconds
-WAITING_MAX = 1024  # records that wait for their second look; the load that meets a further one again adds it then
+RECHECK_S = 1.0  # time after which a record is read again, seconds; clients showed new bytes within it
+RECHECK_INTERVAL_S = 0.5  # interval at which due records are read, seconds
+WAITING_MAX = 1024  # limit of the waiting records; a further one is added by the next load that fails on it
 
 PIECE_BYTES = 4 << 20
 # Largest record that is read, bytes. One of 256 tokens of the largest models takes 1 GiB; a sparse file may claim any
@@ -39,7 +39,7 @@ _Record = tuple[bytes, bytes, Location]  # namespace, key of the chunk, and plac
 
 
 class Rechecks:
-    """Thread-safe."""
+    """Queue of records to read a second time. Thread-safe."""
 
     def __init__(
         self, files: SegmentFolders, index: Index, metrics: Metrics, clock: Callable[[], float] = time.monotonic
@@ -50,31 +50,31 @@ class Rechecks:
         self._waiting: dict[_Record, float] = {}  # -> when it is due
 
     def add(self, namespace: bytes, key: bytes, location: Location) -> None:
-        """Have `run` look at a record again. Counts the miss."""
+        """Queue a record for `run`, and count the miss."""
         self._metrics.add(names.STALE_READS)
         with self._lock:
             if len(self._waiting) < WAITING_MAX:
                 self._waiting.setdefault((namespace, key, location), self._clock() + RECHECK_S)
 
     def run(self) -> None:
-        """Look at the records that are due, and retract those whose bytes are still others. Reads in the caller's
-        thread, so it must not be called where a request waits."""
+        """Read the records that are due, and retract those that still do not match their checksums. Reads in the
+        caller's thread, so it must not be called where a request waits."""
         now_s = self._clock()
         with self._lock:
             due = [record for record, due_s in self._waiting.items() if due_s <= now_s]
             for record in due:
                 del self._waiting[record]
         for record in due:
-            self._look_at(*record)
+            self._recheck(*record)
 
-    def _look_at(self, namespace: bytes, key: bytes, location: Location) -> None:
+    def _recheck(self, namespace: bytes, key: bytes, location: Location) -> None:
         try:
-            # A missing file is left to garbage collection, which tells a removed one from one that is away.
+            # A missing file is left to garbage collection, which distinguishes removed files from missing storage.
             if judge(self._files(namespace), key, location) is not RecordVerdict.OTHER:
                 return
             self._index.retract(key, location)
         except TierUnavailable:
-            return  # a later load finds out
+            return  # a later load that fails queues it again
         except IndexUnavailable:
             self._metrics.add(names.INDEX_ERRORS)
             return
@@ -91,7 +91,7 @@ class Rechecks:
 
 
 class RecordVerdict(Enum):
-    """Result of reading a record's place. UNKNOWN: it cannot be read for now, or is larger than any record."""
+    """Result of reading a record's place. UNKNOWN: it cannot be read for now, or exceeds RECORD_BYTES_MAX."""
 
     AS_SUMMED = 0
     OTHER = 1  # other bytes, or the file is another segment or too short
@@ -144,8 +144,8 @@ def _sum(fd: int, start: int, n_bytes: int, seed: int, buffer: AlignedBuffer) ->
 
 
 def _read_fully(fd: int, view: memoryview, offset: int) -> bool:
-    """Fill the buffer. Return False if the file ends before. A read may return less than was asked for; the rest is
-    read next. Raises as `refuse_early_end`."""
+    """Fill the buffer, with several reads if they are short. Return False if the file ends before. Raises as
+    `refuse_early_end`."""
     while view:
         n_read = os.preadv(fd, [view], offset)
         if n_read == 0:

@@ -1,12 +1,12 @@
-"""Garbage collection of a root: leftovers of dead writers, and rebuilds of the index (maintenance.rebuild). The Evictor
-makes room.
+"""Sweeper: garbage collection of a root. It closes and removes the sets of dead writers, collects leftover files, and
+runs rebuilds of the index (kvtier.maintenance.rebuild). Making room is the Evictor's task.
 
-It works on a whole root (all namespaces), from any engine or from the command line. Everything is removed under a lease
-in the index, so that only one process does it, and in an order that survives a kill at any step (see
-kvtier.eviction.set_removal). A file in no index is collected later.
+It works on all namespaces of a root, in any engine or on the command line. It holds a lease in the index, so only one
+process removes anything, and in an order that survives a kill at any step (see kvtier.eviction.set_removal). A later
+sweep collects a file that is in no index.
 
-A writer that counts as dead may only be slow. So its sets are taken over in the index before their files are read, cut
-or removed: the index refuses what it publishes afterwards, and everything published before is seen.
+A writer that counts as dead may only be slow. So its sets are taken over in the index before their files are read,
+truncated or removed: from then on the index rejects the writer's records, and all earlier records are visible.
 """
 
 import logging
@@ -37,11 +37,11 @@ _TIME = struct.Struct("<d")
 MISSING_NOTE = "missing"
 _MISSING_LOOK, _MISSING = struct.Struct("<d"), struct.Struct("<Qd")  # time of the last look; set, missing since
 MISSING_SETS_MAX = 1024  # sets without files that are remembered between two looks
-MISSING_GRACE_S = 600.0  # time in which all looks find no file of a set, before the set is removed, seconds
-MISSING_GAP_MAX_S = 300.0  # most of the time between two looks that counts: a clock may be set ahead, seconds
+MISSING_GRACE_S = 600.0  # time for which all checks must find no file of a set before it is removed, seconds
+MISSING_GAP_MAX_S = 300.0  # longest time between two checks that counts in full, seconds: a clock may be set ahead
 CLOCK_TOLERANCE_S = 5.0  # difference of two clocks that is not corrected, seconds
 LOOKED_INTO_MAX = 1024  # closed sets whose records are counted in one sweep
-ORPHAN_GRACE_S = 600.0  # age from which on a segment in no index is collected, seconds: its writer may register it
+ORPHAN_GRACE_S = 600.0  # age from which on a segment in no index is collected, seconds; a younger one may be registered
 
 
 def is_to_be_rebuilt(index: Index, folder: Path) -> bool:
@@ -72,9 +72,8 @@ class Rebuilt:
 class Sweeper:
     """Thread-safe as far as its index is. `folder`: `<root>/v2`, with one folder a namespace.
 
-    look_at_root: called before the content of the folder, or a missing file, is trusted; raises TierUnavailable where
-    the folder is not the root's any more. Otherwise the files of another root, or of an empty mount point, would decide
-    about the sets of all engines.
+    look_at_root: called before a decision is based on the content of the folder or on a missing file. It raises
+    TierUnavailable if the folder is not the root's any more, as when another root or an empty mount point is there.
     """
 
     def __init__(self, index: Index, folder: Path, owner: str, clock: Clock = time.time) -> None:
@@ -128,8 +127,8 @@ class Sweeper:
             log.warning(text, lacking / 2**20)
 
     def _disk_s(self) -> float:
-        """Return the time by the clock that dates the root's files. On a network file system that is the server's,
-        and this node's clock may differ from it by more than a grace time."""
+        """Return the time by the clock that dates the root's files. On a network file system that is the server's
+        clock, which may differ from this node's by more than a grace time."""
         now_s, ahead_s = self.clock(), 0.0
         if self._may_be_away:
             with suppress(OSError):
@@ -138,11 +137,11 @@ class Sweeper:
         return now_s + (ahead_s if abs(ahead_s) > CLOCK_TOLERANCE_S else 0.0)
 
     def swept_s(self) -> float:
-        """Return when the last sweep of any process ended, seconds since the epoch; 0 when none is known."""
+        """Return the time at which the last sweep of any process ended, seconds since the epoch; 0: not known."""
         return self._noted_s(SWEPT_NOTE)
 
     def rebuilt_s(self) -> float:
-        """Return the same of the last rebuild."""
+        """Return the time at which the last rebuild ended, as `swept_s` does."""
         return self._noted_s(REBUILT_NOTE)
 
     def _note_time(self, name: str) -> None:
@@ -153,8 +152,8 @@ class Sweeper:
         return self._index.local_s(_TIME.unpack(value)[0]) if len(value) == _TIME.size else 0.0
 
     def _next_closed(self, known: dict[int, SetInfo]) -> set[int]:
-        """Return the closed sets in which this sweep looks for records: in turn, those after the ones of the last
-        sweep. Each costs a round trip to a remote index."""
+        """Return the closed sets whose records this sweep counts: those that follow the ones of the last sweep. Each
+        costs a round trip to a remote index."""
         closed = sorted(info.set_id for info in known.values() if not info.is_open)
         after = [set_id for set_id in closed if set_id > self._looked_to] or closed
         chosen = after[:LOOKED_INTO_MAX]
@@ -170,16 +169,16 @@ class Sweeper:
             self._overbooked_bytes += info.n_bytes - n_bytes
 
     def take_overbooked(self) -> int:
-        """Return what sets closed by `close_set` since the last call were booked with and never took, as those whose
-        files found no room."""
+        """Return the bytes that sets closed by `close_set` since the last call had reserved in the index but did not
+        take on disk, for example because their files found no room."""
         taken, self._overbooked_bytes = self._overbooked_bytes, 0
         return taken
 
     def close_early(self, set_id: int) -> None:
-        """Close a set that is not full and all of whose records are visible, and cut its files behind them."""
+        """Close a set that is not full, and truncate its files. All its records are visible in the index."""
         self.look_at_root()
         for info in self._index.some_sets([set_id]):
-            self._index.take_over(set_id)  # a record that still waits for the index would be cut
+            self._index.take_over(set_id)  # first: else a record could be published after the truncation removed it
             members = self._index.members(set_id)
             self._trim(info, [location for _, location in members])
             self._index.close_set(set_id, self._measured(info, members))
@@ -225,8 +224,8 @@ class Sweeper:
         self._mend_sum()
         # Before there are sets that another process could evict.
         restored = pins_backup.restore(self._index, self._folder, self.clock())
-        # The newest come first: of a chunk that was found bad and saved again, the newer record mostly is the good one,
-        # and the bad one never comes in.
+        # The newest sets come first: if a bad chunk was saved again, the newer record most often is the good one, and
+        # then the bad record is not added.
         sets = [(files, *found) for files in self._namespaces() for found in reversed(files.sets())]
         total, now_s = sum(len(parts) for _, _, parts in sets), self._disk_s()
         unreadable: list[str] = []
@@ -234,7 +233,7 @@ class Sweeper:
         for files, set_id, parts in sets:
             faults: dict[int, KVTierError] = {}
             tell = partial(lambda before, n_read: progress(before + n_read, total), seen)
-            # A writer that is refused a record cuts its file: not one that was last written so long ago.
+            # A writer truncates its file after a rejected record, but it has done so before ORPHAN_GRACE_S is over.
             settled = [part for part in parts if files.age_s(set_id, part, now_s) >= ORPHAN_GRACE_S]
             records += self._recovery.read_set(files, set_id, parts, faults, tell, settled)
             seen += len(parts)
@@ -251,8 +250,8 @@ class Sweeper:
         return Rebuilt(total, records, tuple(unreadable), removed_sets, taken_out.gone, taken_out.bad, restored)
 
     def _remove_lost(self) -> int:
-        """Take sets without files out of the index; return how many. Where files may be away for a while, only those
-        that earlier looks missed too, for MISSING_GRACE_S."""
+        """Remove sets without files from the index. Return their number. If files may be missing for a while, remove a
+        set only after all checks in MISSING_GRACE_S found none of its files."""
         unwritten = {info.set_id for info in self._index.sets() if not self._is_written(info)}
         missing = unwritten - self._on_disk()  # listed after the sets: a set is registered before it has files
         if self._may_be_away:
@@ -261,15 +260,15 @@ class Sweeper:
         for set_id in missing:
             self._index.take_over(set_id)
         lost = missing - self._on_disk() if missing else missing
-        self.look_at_root()  # after each listing: what is not there because the root has gone is not lost
+        self.look_at_root()  # after each listing: if the root itself is missing, its sets are not lost
         for set_id in lost:
             self._index.remove_set(set_id)
         return len(lost)
 
     def _missing_for_long(self, missing: set[int]) -> set[int]:
-        """Note in the index since when each of the sets has been missing; return those that are for long."""
+        """Note in the index since when each set has been missing. Return those missing for MISSING_GRACE_S."""
         note = self._index.notes(MISSING_NOTE, self.clock()).get(MISSING_NOTE, b"")
-        now_s = self._index.shared_s(self.clock())  # the next look may be another node's
+        now_s = self._index.shared_s(self.clock())  # another node may make the next check
         known: dict[int, float] = {}
         gap_s = 0.0
         if len(note) % _MISSING.size == _MISSING_LOOK.size:
@@ -315,7 +314,7 @@ class Sweeper:
             self._remover.remove(info)
             return
         if self._is_away(sizes, members):
-            return  # it is booked, and closed, when its files are back
+            return  # a later sweep measures and closes it when its files are back
         if self._may_be_away and not info.is_open:
             self._read_returned(info, sizes, {place.part for _, place in members})
         n_bytes = sum(sizes.values())
@@ -332,13 +331,14 @@ class Sweeper:
         return [] if info.is_open else self._index.members(info.set_id)
 
     def _read_returned(self, info: SetInfo, sizes: dict[int, int], known: set[int]) -> None:
-        """Read back a closed set with a file of which the index has no record: it was away when the index was rebuilt.
-        Once in this process: a file may hold none.
+        """Read back a closed set that has a file without a record in the index, because the file was missing when the
+        index was rebuilt. Each file is read once in this process, because it may have no records.
 
-        known: parts with records in the index."""
+        known: parts with records in the index.
+        """
         files, now_s = SegmentFiles(self._folder / info.namespace.hex(), direct=False), self._disk_s()
         new = {part for part in sizes.keys() - known if (info.set_id, part) not in self._looked_at}
-        # A writer that was refused a record cuts its file: not one that was last written so long ago.
+        # A writer truncates its file after a rejected record, but it has done so before ORPHAN_GRACE_S is over.
         returned = {part for part in new if files.age_s(info.set_id, part, now_s) >= ORPHAN_GRACE_S}
         if not returned:
             return
@@ -351,17 +351,18 @@ class Sweeper:
         self._looked_at.update((info.set_id, part) for part in returned - faults.keys())
 
     def _measured(self, info: SetInfo, members: list[tuple[bytes, Location]]) -> int:
-        """Return the bytes that the set's files take; those booked before while a file is away that records are in."""
+        """Return the bytes that the set's files take. While a file with records is missing, return the size in the
+        index."""
         sizes = SegmentFiles(self._folder / info.namespace.hex(), direct=False).part_bytes(info.set_id)
         return info.n_bytes if self._is_away(sizes, members) else sum(sizes.values())
 
     def _is_away(self, sizes: dict[int, int], members: list[tuple[bytes, Location]]) -> bool:
-        """Return whether a file is missing that records of the set are in, and may come back."""
+        """Return True if a file with records of the set is missing, and may come back."""
         return self._may_be_away and not sizes.keys() >= {place.part for _, place in members}
 
     def _may_come(self, info: SetInfo) -> bool:
-        """Return True if records of a closed set may still become visible: a living writer keeps them back, because the
-        index was away when it wrote them (kvtier.index.guard)."""
+        """Return True if records of a closed set may still become visible: a living writer queues records that it wrote
+        while the index did not answer (kvtier.index.guard)."""
         if self._index.lease_owner(writer_lease(info.owner), self.clock()) is None:
             return False
         files = SegmentFiles(self._folder / info.namespace.hex(), direct=False)
@@ -379,8 +380,8 @@ class Sweeper:
         files.close()
 
     def _settle_orphans(self, files: SegmentFiles, known: dict[int, SetInfo]) -> None:
-        """Read back segments that are in no index: their evictor died, or they were unreadable at the rebuild. They are
-        evicted in their turn. Files that are no segments are removed."""
+        """Read back segments that are in no index, because their evictor died or they were unreadable at the rebuild;
+        they are evicted later like others. Remove files that are no segments."""
         now_s = self._disk_s()
         for set_id, parts in reversed(files.sets()):
             if set_id in known or min(files.age_s(set_id, part, now_s) for part in parts) < ORPHAN_GRACE_S:
