@@ -67,7 +67,7 @@ class Step:
 
 
 class ActiveLoads:
-    """Requests whose loads are with the workers, at most `loads_max`, and those that wait for another's load."""
+    """Requests with loads under way, at most `loads_max`; `shared`: requests that wait for another request's load."""
 
     def __init__(self, shared: SharedLoads) -> None:
         self.shared = shared
@@ -102,7 +102,8 @@ class SchedulerBridge:
         self._requests: dict[str, TrackedRequest] = {}
         self.saves = PendingSaves(store, shape, self._requests, faults)
         self._n_tracked = 0
-        self._at_reset = -1, 0  # requests that had come by the latest reset (-1: none yet), and that were left then
+        # At the latest reset: number of requests that had come (-1: no reset yet), and of those that had not ended.
+        self._at_reset = -1, 0
         self._is_stopped = False
         self._has_old_blocks = False
         self._has_foreign_kv = False
@@ -157,22 +158,21 @@ class SchedulerBridge:
     def begin(self, request_id: str, computed_tokens: int) -> None:
         """Note the first step of a request since it was given blocks; it computes from `computed_tokens` on.
 
-        KV before that which neither the engine nor this tier supplied is another connector's: it may be lossy or
-        incomplete, so the request is not saved. From then on the engine's own cache holds that KV without marking it:
-        requests that begin with a hit there are not saved either, until a reset while no block is in use.
-        """
+        If neither the engine nor this tier supplied all KV before that token, another connector did. Its KV may be
+        lossy or incomplete, so the request is not saved. From then on the engine's own cache has that KV without a
+        mark, so requests that begin with a hit there are not saved either, until a reset while no block is in use."""
         self.landed(request_id)
         request = self._requests.get(request_id)
         if request is None or computed_tokens <= request.own_tokens:
             return
         if computed_tokens < request.own_tokens + self._shape.block_tokens:
-            # The engine's own hit goes on within the block after the one where it asked.
+            # The engine's own hit has grown since, by a part of the next block.
             request.may_save &= not (self._has_old_blocks or self._has_foreign_kv)
             return
         request.may_save = False
         if not self._has_foreign_kv:
             self._has_foreign_kv = True
-            for other in self._requests.values():  # one that was admitted in the same step may have hit these blocks
+            for other in self._requests.values():  # requests admitted in the same step may have hit these blocks
                 other.may_save &= not other.computed_tokens
             log.warning(
                 "requests whose KV comes from another connector are not saved, nor, until "
@@ -201,7 +201,7 @@ class SchedulerBridge:
         """Take the workers' answers. Blocks may fail in an earlier step than the one that reports their request."""
         if failed_blocks:
             for request_id, request in self._requests.items():
-                request.answer = None  # it may name what failed
+                request.answer = None  # it may name the failed records
                 if request.load_blocks is not None and not failed_blocks.isdisjoint(request.load_blocks):
                     request.may_load = False  # I11
                     self.active_loads.shared.end(request_id, has_failed=True)

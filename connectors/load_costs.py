@@ -1,10 +1,11 @@
-"""Measured costs of the engine's steps and of loads; they set the number of tokens from which on a hit is loaded.
+"""Load costs: times of the engine's steps and of loads, which set the number of tokens from which on a hit is loaded.
 
-An engine that plans `ahead` steps before the oldest one ended plans step k + 1 + ahead as soon as step k ends, if it
-has something to compute, that is if steps k to k + 1 + ahead have a request in common. Step k began when it was planned
-if the engine was idle; else when step k + ahead was planned, which is when the step before it ended. An idle engine
-plans step k + ahead once it has launched step k, and the launch may take as long as the step itself. Counted from
-there, the first prefill of an engine on an H100 seemed to take no time, and hits were computed.
+Times of steps follow from the times at which steps are planned. An engine that plans `ahead` steps in advance plans
+step k + 1 + ahead as soon as step k ends, if all steps from k to k + 1 + ahead have a request in common: then it is not
+idle in between. Step k began when step k + ahead was planned, because the step before it ended then. But if the engine
+was idle, step k began when it was planned itself: an idle engine plans step k + ahead only after the launch of step k,
+which may take as long as the step. (Counted from there, the first prefill of an engine on an H100 seemed to take no
+time, and hits were computed.)
 """
 
 import logging
@@ -21,7 +22,7 @@ from kvtier.scheduler.load_threshold import NEVER, LoadCost, LoadThreshold
 log = logging.getLogger("kvtier")
 
 LONG_TOKENS = 4096  # a hit that most machines would load, tokens
-LOG_INTERVAL_S = 3600.0  # between two warnings, seconds
+LOG_INTERVAL_S = 3600.0  # interval between two warnings, seconds
 
 
 class LoadCosts:

@@ -1,4 +1,4 @@
-"""vLLM's Request as a RequestView: its extras and permissions; and the blocks that vLLM gave to requests."""
+"""Requests of vLLM: conversion to RequestViews, with extras and permissions, and the blocks that vLLM gave to them."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,10 @@ SWITCHES = ("kvtier_load", "kvtier_save")  # keys of a request's kv_transfer_par
 def why_items_are_not_cached(vllm_config: Any) -> str:
     """Return why requests with multimodal items are neither loaded nor saved; "" if they are.
 
-    Identifiers of items are hashes of their content (or names by a client), but vLLM only counts items if it has no
-    cache to look them up in. And where an item's tokens attend to each other (Gemma 3), vLLM as of 0.32 splits an item
-    between two steps if a hit ends in it, or a step did right before it: the first part's KV then differs under the
-    same key.
-    """
+    An item's identifier is a hash of its content (or a client's name for it). Without a cache to look items up in, vLLM
+    only numbers them. And if an item's tokens attend to each other (Gemma 3), vLLM as of 0.32 may split the item
+    between two steps: after a hit that ends in it, or after a step that ended right before it. The KV of its first part
+    is then different under the same key."""
     model = vllm_config.model_config
     multimodal = getattr(model, "multimodal_config", None)
     if multimodal is None:
@@ -43,14 +42,14 @@ def view_of(
     tenants: Tenants = NO_TENANTS,
     loads: bool = True,
 ) -> RequestView:
-    """Return the view to track of a request. A request whose KV has no unambiguous key may neither load nor save.
+    """Return the view of a request. A request whose KV has no unambiguous key may neither load nor save.
 
     caches_items: see why_items_are_not_cached. loads: this engine may load.
     """
     may_load, may_save = _switches(request)
     may_load &= loads
-    is_passed_by = _has_no_key(request) or (bool(request.mm_features) and not caches_items)
-    extras = None if is_passed_by else _extras(request, chunk_tokens, adapters)
+    has_no_key = _has_no_key(request) or (bool(request.mm_features) and not caches_items)
+    extras = None if has_no_key else _extras(request, chunk_tokens, adapters)
     if extras is None:
         extras, may_load, may_save = {}, False, False
     if getattr(request, "skip_reading_prefix_cache", False):
@@ -64,7 +63,7 @@ def _switches(request: Any) -> tuple[bool, bool]:
     wrote "no" wanted to opt out."""
     switches = request.kv_transfer_params or {}
     if not isinstance(switches, Mapping):
-        _repeated.warning("mapping", "kv_transfer_params is no mapping; the request passes by the tier")
+        _repeated.warning("mapping", "kv_transfer_params is no mapping; the request is neither loaded nor saved")
         return False, False
     unknown = [key for key in switches if str(key).startswith("kvtier") and key not in SWITCHES]
     if unknown:
@@ -103,9 +102,11 @@ def _extras(request: Any, chunk_tokens: int, adapters: Adapters) -> dict[int, by
 
 
 class GivenBlocks:
-    """Blocks given to requests: how far the steps of each request reached since then, and the first block, for vLLM's
-    own reference count. Blocks of a preempted or ended request may stay in use until a step that was planned with it,
-    or its load, is over."""
+    """Blocks given to requests. reached: tokens that the steps of each request have reached since it got its blocks.
+
+    The first block of each request is kept for vLLM's reference count: blocks of a preempted or ended request may stay
+    in use until its load, or a step that was planned with it, has ended.
+    """
 
     def __init__(self) -> None:
         self.reached: dict[str, int] = {}
