@@ -67,7 +67,7 @@ class Trial:
             if call(self._fd, [view], offset) != len(view):
                 raise OSError(errno.EIO, "the call moved fewer bytes than asked for")
 
-        seconds = run_each("bench", self._sizes.threads, HANGS_S, move, pieces)
+        seconds = run_each(self._sizes.threads, HANGS_S, move, pieces)
         if self._flushes and call is os.pwritev:
             started_s = time.perf_counter()
             os.fdatasync(self._fd)

@@ -164,7 +164,7 @@ def run_within(name: str, timeout_s: float, work: Job) -> bool:
     return True
 
 
-def run_each(name: str, threads: int, timeout_s: float, work: Callable[[T], object], items: Sequence[T]) -> float:
+def run_each(threads: int, timeout_s: float, work: Callable[[T], object], items: Sequence[T]) -> float:
     """Call `work` with each item, on `threads` threads. Return the seconds that all calls together took.
 
     Raises the first OSError of a call, or OSError(ETIMEDOUT) if the calls did not all end in `timeout_s`.
@@ -177,7 +177,7 @@ def run_each(name: str, threads: int, timeout_s: float, work: Callable[[T], obje
         except OSError as fault:
             faults.append(fault)
 
-    jobs = ThreadJobs(name, threads, len(items))
+    jobs = ThreadJobs("bench", threads, len(items))
     started_s = time.perf_counter()
     for item in items:
         jobs.submit(partial(run, item))

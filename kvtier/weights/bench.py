@@ -133,4 +133,4 @@ def _plain(files: Sequence[Path]) -> float:
             descriptor = open_file(path, stack).descriptor
             size = os.fstat(descriptor).st_size
             pieces += [(descriptor, at, min(PIECE_BYTES, size - at)) for at in range(0, size, PIECE_BYTES)]
-        return run_each("bench", THREADS, HANGS_S, move, pieces)
+        return run_each(THREADS, HANGS_S, move, pieces)

@@ -223,13 +223,10 @@ class TransferLoop:
         if io is not None:
             io.wait(self._pause_s)
         else:
-            self._wait_for_posts(self._pause_s)
+            with self.changed:
+                if not self._posted:
+                    self.changed.wait(self._pause_s)
         self._pause_s = min(PAUSE_MAX_S, 2 * self._pause_s)
-
-    def _wait_for_posts(self, timeout_s: float) -> None:
-        with self.changed:
-            if not self._posted:
-                self.changed.wait(timeout_s)
 
     def _take_events(self, part: LoopPart) -> bool:
         done = [entry for entry in part.events if self._worker.order.is_done(entry[0])]
