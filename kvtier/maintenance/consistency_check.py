@@ -1,13 +1,11 @@
 """Consistency check of a root: every record that the index names has its header in a file, and every file is of a set
 that the index lists. Reads header pages and the whole index, no slabs.
 
-A record in a file that no index entry names is no fault: its chunk is a miss, and a rebuild finds it. Two engines may
-store a chunk at the same time; the index names the first of the two records, and once that one's set is evicted, the
-other one is left.
+A record in a file that no index entry names is no fault: its chunk is a miss, and a rebuild finds it. For example, two
+engines store a chunk at the same time, the index names the first record only, and later the set of that one is evicted.
 
-Engines may run at the same time. So each set with a disagreement, or with such a record, is checked twice: a record
-that was being written or evicted is in order at the second look.
-"""
+Engines may run during the check. So each set with a disagreement, or with such a record, is checked twice: a record
+that was being written or evicted at first is in order at the second check."""
 
 import time
 from collections import Counter
@@ -23,7 +21,7 @@ from kvtier.maintenance.scrub import Finding
 from kvtier.storage.root import Root, namespace_folders
 from kvtier.storage.segments import NeverBegun, SegmentFiles, segment_name
 
-SETTLE_S = 2.0  # time between the two looks, seconds; a save takes less from its header to its index entry
+SETTLE_S = 2.0  # time between the two checks, seconds; a save takes less from its header to its index entry
 LISTED_MAX = 1000  # disagreements that are listed; further ones are only counted
 
 Progress = Callable[[int, int], None]
@@ -216,8 +214,8 @@ class _Check:
 
 
 def drop_lost(index: Index) -> int:
-    """Take records out of entries whose set the index does not list: what a publisher left that died beside an
-    evictor. Return how many. Count the index's entries again."""
+    """Remove records from entries if the index does not list their set, as after the death of a publisher whose set was
+    being evicted. Return their number. Count the index's entries again."""
     known = {info.set_id for info in index.sets()}
     lost = [
         (key, location)

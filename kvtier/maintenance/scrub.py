@@ -1,4 +1,4 @@
-"""Scrub: content of a root by namespace (`stats`), and verification of every byte of it (`verify`)."""
+"""Scrub: reports the content of a root by namespace (`stats`), and verifies every byte of it (`verify`)."""
 
 import errno
 import os

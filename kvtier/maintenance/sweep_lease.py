@@ -21,7 +21,7 @@ class SweepLease:
         self._clock = clock
         self._renew_s = 0.0
         self._held_until_s = 0.0
-        self.lapses = 0  # times at which another process may have held the lease since it was last asked for
+        self.lapses = 0  # number of times that the lease may have expired between two calls of `take`
 
     def take(self) -> bool:
         """Take or renew the lease; False while another process holds it."""
@@ -38,10 +38,10 @@ class SweepLease:
             self.take()
 
     def is_held_since(self, lapses: int) -> bool:
-        """Return True if no other process can have held the lease since there were `lapses` lapses.
+        """Return True if no other process can have held the lease since `self.lapses` was `lapses`. Asks no index.
 
-        Asked right before a segment is cut or read back, without the index: while this sweep was delayed, another one
-        may have read back what this one would cut.
+        Called right before a segment is truncated or read back: if this sweep was delayed, another one may have read
+        back the records that this one would truncate.
         """
         return self.lapses == lapses and self._clock() < self._held_until_s
 

@@ -1,13 +1,13 @@
-"""Sweep schedule: which of the engines that share a root sweeps it, and when. One sweep serves all engines."""
+"""Sweep schedule: decides when an engine sweeps a root. One sweep serves all engines that share the root."""
 
 import math
 import zlib
 
 SWEEP_INTERVAL_S = 60.0  # interval between two sweeps, by any engine, seconds
-# Largest extra wait of an engine, seconds, so that most engines find the sweep done. The engine with the shortest wait
-# is always the same one, which then examines the closed sets in turn; when it is gone, the next one does.
+# Largest extra wait of an engine, seconds. Each engine's wait is constant, so the one with the shortest wait makes all
+# sweeps, and examines the closed sets in turn; after its end the engine with the next longer wait does.
 SWEEP_SPREAD_S = 15.0
-# Least time from any sweep to one that is wanted at once, seconds: many engines may find at once that there is no room.
+# Least time between any sweep and one that was requested by `want`, seconds: many engines may run out of room together.
 AT_ONCE_AFTER_S = 2.0
 
 
@@ -20,7 +20,7 @@ class SweepTurns:
         self.due_s: float | None = None  # None: at once
 
     def want(self) -> None:
-        """Ask for a sweep at the next `takes`. One that another engine begins after this call counts as well."""
+        """Request a sweep at the next `takes`. A sweep that another engine begins after this call will do as well."""
         self.due_s = None
 
     def is_due(self, now_s: float) -> bool:
@@ -30,7 +30,7 @@ class SweepTurns:
         """Return True if this engine is to sweep now. Call it when it is due. swept_s: end of the last sweep by any
         engine."""
         if swept_s > now_s + SWEEP_INTERVAL_S:
-            swept_s = 0.0  # a clock so far ahead says nothing
+            swept_s = 0.0  # by a clock that is wrong
         ago_s = max(0.0, now_s - swept_s)
         if self.due_s is None:
             self._wanted_since_s = min(now_s, self._wanted_since_s)

@@ -68,10 +68,10 @@ class Root:
 
 
 def open_root(settings: Settings, again: Root | None = None, *, needs_room: bool = True) -> Root:
-    """Creates or checks the root for writing, and claims it for this node. Raises ConfigError.
+    """Create the root, or check that it can be written, and claim it for this node. Raises ConfigError.
 
-    again: the root as this process opened it before; an unclaimed one is claimed as it was. needs_room: refuse a disk
-    without room for a segment set. Commands that evict must be able to open such a root.
+    again: the root as this process opened it before; if it has no claim any more, the earlier one is written again.
+    needs_room: refuse a disk without room for a segment set. Commands that evict open a full root without it.
     """
     path = settings.root
     folder = path / f"v{FORMAT_VERSION}"
@@ -107,21 +107,21 @@ def _claim(settings: Settings, folder: Path, again: Root | None) -> Root:
 
 
 def open_again(settings: Settings, root: Root) -> None:
-    """Check a root that was opened long ago before a file is created in it. A missing root is created again, with all
-    checks of a start, and one without an owner is claimed again; but no file is created where a file system is no
-    longer mounted: it would fill another disk.
+    """Check a root that was opened long ago, before a file is created in it. Waits for the file system without a limit.
 
-    Raises TierUnavailable there, where a start would be refused, where the root is another one by now, and where its
-    folder cannot be looked at. An owner.json that cannot be read says nothing: of a striped file system one target may
-    be away, and the others serve. Waits for the root's file system as long as that takes.
-    """
+    A missing root is created again, with all checks of a start, and a root without an owner is claimed again. But no
+    file is created if the root's file system is not mounted any more, because it would fill another disk.
+
+    Raises TierUnavailable in that case, if a start would be refused, if the root is another one by now, or if its
+    folder cannot be examined. An owner.json that does not answer is ignored: one target of a striped file system may be
+    away while the others answer."""
     try:
         check_mount(settings)
         is_gone = not _is_folder(root.folder)
         place = os.stat(nearest(root.path) if is_gone else root.folder)
     except (ConfigError, OSError) as fault:
         raise _unusable(root, fault) from fault
-    # Of the same file system, mounted once more, the device may be another, but the folder is not.
+    # After a remount of the same file system the device number may differ, but the folder's inode does not.
     if place.st_dev != root.device and (is_gone or place.st_ino != root.inode):
         what = "gone, and so is" if is_gone else "another one by now, not on"
         fix = "mount that again, or start this engine anew"
@@ -130,7 +130,7 @@ def open_again(settings: Settings, root: Root) -> None:
         found = open_root(settings, root) if is_gone else _claim(settings, root.folder, root)
     except (ConfigError, OSError) as fault:
         if not is_gone and isinstance(fault, OSError) and fault.errno in NOT_ANSWERING:
-            return  # it was this process's at the start, and the folder is the same
+            return  # the folder is the same, and at the start it was claimed by this process
         raise _unusable(root, fault) from fault
     if found != root:
         raise TierUnavailable(f"the root {root.path} is another one by now; start this engine anew")
@@ -145,9 +145,9 @@ def _unusable(root: Root, fault: ConfigError | OSError) -> TierUnavailable:
 
 
 def is_in_place(root: Root) -> bool:
-    """Return whether the folder at the root's path is the root that was opened, or its replacement, and not the mount
-    point of a file system that is away. A root that nodes share is recognised by its id, another one by its file system
-    or its folder's inode, which a folder hidden by a mount of the same disk has too."""
+    """Return True if the folder at the root's path is the root that was opened, or its replacement, and not the mount
+    point of a file system that is away. A shared root is recognised by its id. Any other is recognised by its device or
+    its folder's inode; a folder hidden by a mount of the same disk has these too."""
     try:
         if root.root_id:
             owner = read_owner(root.folder)
@@ -271,8 +271,8 @@ def namespace_folders(folder: Path) -> list[Path]:
 
 
 def remove_leftovers(folder: Path, before_s: float) -> None:
-    """Removes what processes left in a root that died while they tried it, or while they wrote a small file, if it was
-    last written before that time. `folder`: `<root>/v2`. What cannot be removed stays."""
+    """Remove temporary files of processes that died, if they were last written before `before_s`. `folder`:
+    `<root>/v2`. Files that cannot be removed stay."""
     for place in (folder.parent, folder, folder / NOTES_FOLDER, *namespace_folders(folder)):
         with suppress(OSError):
             for entry in os.scandir(place):
@@ -282,12 +282,11 @@ def remove_leftovers(folder: Path, before_s: float) -> None:
 
 
 def _is_leftover(entry: os.DirEntry[str], before_s: float) -> bool:
-    """Return whether no process can need the file any more.
+    """Return True if no process can need the file any more.
 
-    A removed segment that a node has open (KEPT_OPEN) is removed by that node at the last close; what is left belongs
-    to a node that crashed. Its name, and so its ctime, is as old as the removal: no read takes so long. Were it open
-    somewhere, its reader would get ESTALE or go on; it never gets other bytes.
-    """
+    A node removes a removed segment that it has open (KEPT_OPEN) at the last close, so one that is left belongs to a
+    node that crashed. Its ctime is the time of the removal, and no read takes as long as the grace time. If it were
+    open somewhere, its reader would get ESTALE or go on, but never other bytes."""
     if not (_LEFTOVER.fullmatch(entry.name) or KEPT_OPEN.fullmatch(entry.name)):
         return False
     found = entry.stat(follow_symlinks=False)
@@ -316,11 +315,11 @@ def read_namespace(folder: Path) -> Namespace:
 
 
 def check_namespace(root: Root, own: Namespace, namespace_id: bytes) -> None:
-    """Check that a worker whose settings and weights give `own` may move KV of the namespace that its scheduler names.
+    """Check that a worker with namespace `own` may move KV of the namespace that its scheduler names.
 
-    Where they differ in more than the epoch, one of the two processes was started with other settings or weights, and
-    its bytes would be taken for something else. Positions are not compared: they come of a configuration that the
-    engine hands to its workers, where models complete it as they are made. Raises TierUnavailable.
+    If they differ in more than the epoch, one of the two processes was started with other settings or weights, and its
+    bytes would be misread. Positions are not compared: models complete the workers' copy of that configuration while
+    they are built. Raises TierUnavailable.
     """
     if namespace_id == own.id:
         return
@@ -353,7 +352,7 @@ def _make_folder(path: Path) -> None:
     except FileExistsError:
         pass
     except OSError:
-        if not os.path.lexists(path):  # of one that is there, NFS may say first that none may be made beside it
+        if not os.path.lexists(path):  # NFS may refuse mkdir before it reports that the folder exists
             raise
     if not _is_folder(path):
         raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(path))
