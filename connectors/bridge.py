@@ -230,7 +230,9 @@ class SchedulerBridge:
         """
         waits_for_room = self.saves.late.are_waiting
         before, after = self.saves.take_plans(rewritten)
-        step = Step(before, after, tuple(self.active_loads.planned), tuple(self._refused), is_idle, waits_for_room, decodes)
+        step = Step(
+            before, after, tuple(self.active_loads.planned), tuple(self._refused), is_idle, waits_for_room, decodes
+        )
         self.active_loads.planned, self._refused = [], []
         self._deadline.end_step()
         return step
