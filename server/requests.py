@@ -10,7 +10,7 @@ from kvtier.admin.answers import HexId
 from kvtier.admin.change import PIN_KEYS_MAX, PIN_LABEL_CHARS_MAX
 from kvtier.admin.lookup import TOKENS_MAX
 from kvtier.config.capacity import TENANT_BYTES_MAX
-from kvtier.config.types import SECONDS_MAX
+from kvtier.config.types import REQUEST_SECONDS_MAX
 
 BYTES_MAX = 1 << 53  # largest integer that a JSON number holds exactly
 _SPACE = "73d5c1a90e2f44b68a11c09b27de5f03"
@@ -60,7 +60,7 @@ Tokens = Annotated[
 ]
 Salt = Annotated[str, Field(max_length=1024, description='as requests bring it; "": none')]
 Bytes = Annotated[int, Field(ge=0, le=BYTES_MAX), BeforeValidator(_whole)]
-Seconds = Annotated[float, Field(gt=0, le=SECONDS_MAX, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=REQUEST_SECONDS_MAX, allow_inf_nan=False)]
 Tenant = Annotated[
     str, Field(max_length=TENANT_BYTES_MAX, description='a label from the settings; "": everybody without one')
 ]

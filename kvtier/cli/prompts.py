@@ -11,7 +11,7 @@ from kvtier.admin.lookup import TOKENS_MAX, prefix_keys
 from kvtier.admin.opened import Opened
 from kvtier.admin.prompts import NoTokenizer, tokenize
 from kvtier.cli.app import NotDone, refuse_together
-from kvtier.config.types import SECONDS_MAX, parse_bytes, parse_seconds
+from kvtier.config.types import DAY_S, REQUEST_SECONDS_MAX, parse_bytes, parse_seconds
 
 STANDARD_INPUT = "-"
 
@@ -31,8 +31,8 @@ def duration_argument(text: str) -> float:
         seconds = 0.0
     if not seconds:
         raise typer.BadParameter(f'{text!r}: must be a time with a unit: "90s", "15m", "12h", "7d" or "2w"')
-    if seconds > SECONDS_MAX:
-        raise typer.BadParameter(f"{text!r:.40}: must be at most {SECONDS_MAX / 86400:,.0f} days")
+    if seconds > REQUEST_SECONDS_MAX:
+        raise typer.BadParameter(f"{text!r:.40}: must be at most {REQUEST_SECONDS_MAX // DAY_S:,.0f} days")
     return seconds
 
 

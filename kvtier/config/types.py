@@ -20,6 +20,7 @@ _UNITS = {"": 1, "B": 1} | {
 DAY_S = 86_400.0
 TIMEOUT_S_MIN = 0.1  # least time-out: below, ordinary answers of a storage come too late
 SECONDS_MAX = 3660 * DAY_S  # longest time of a setting; clocks of C libraries hold it
+REQUEST_SECONDS_MAX = 1e10  # longest time that requests and commands take, seconds: 317 years
 _TIME = re.compile(r"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?) ?([smhdw]?)")
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY_S, "w": 7 * DAY_S}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
@@ -44,9 +45,6 @@ def no_bool(value: object) -> object:
     if isinstance(value, bool):  # an int to Python, a slip in a settings file
         raise ValueError("must be a number")
     return value
-
-
-SECONDS_MAX = 1e10  # longest time that requests and commands take, seconds: 317 years
 
 
 def parse_seconds(value: object) -> object:
@@ -97,7 +95,9 @@ def absolute_path(value: Path, is_secret: bool = False) -> Path:
 def _path_text(value: object) -> object:
     if isinstance(value, str) and not value.strip():  # Path("") is the current folder
         raise ValueError("it is empty: set it to an absolute path, or unset it")
-    if isinstance(value, str) and "://" in value:  # a Path would be a folder `s3:` in the current one
+    if (
+        isinstance(value, str) and "://" in value and not value.startswith("/")
+    ):  # a Path would be a folder `s3:` in the current one
         raise ValueError("it is a URL, and kvtier needs a path: set it to an absolute path on a mounted file system")
     return value
 

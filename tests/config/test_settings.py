@@ -186,6 +186,7 @@ REFUSED: list[tuple[dict[Any, Any] | str, str, tuple[str, ...]]] = [
     ({"server": {"timeout_s": 1e10}}, "server.timeout_s", ("less than or equal to 86400",)),
     ({"touch_interval_s": 1e300}, "touch_interval_s", ("less than or equal to",)),
     ({"writer_lease_s": "9999999w"}, "writer_lease_s", ("less than or equal to",)),
+    ({"shutdown_drain_s": "3661d"}, "shutdown_drain_s", ("less than or equal to",)),
     ({"touch_interval_s": 1e-9}, "touch_interval_s", ("greater than or equal to 0.01",)),
     ({"writer_lease_s": 1e-9}, "writer_lease_s", ("greater than or equal to 0.1",)),
     ({"server": {"history_s": 1e-9}}, "server.history_s", ("greater than or equal to 0.1",)),
