@@ -85,11 +85,7 @@ class KvtierModelLoader(DefaultModelLoader):
         self._bar: Any = None  # while bytes of the plan land
 
     def load_model(self, vllm_config: Any, model_config: Any, **rest: Any) -> torch.nn.Module:
-        """Build the model, load it, and let vLLM process its weights. Raises as `load_weights`, and ConfigError for
-        weights in an object store."""
-        if "://" in (remote := getattr(model_config, "model_weights", "")):  # vLLM has put the rest in a folder
-            fix = "load format kvtier reads files: download the model and name its folder, or use runai_streamer"
-            raise ConfigError("model", remote, fix)
+        """Build the model, load it, and let vLLM process its weights. Raises as `load_weights`."""
         loader = self._other_loader(model_config.quantization)
         if loader is not None:
             loaded: torch.nn.Module = loader.load_model(vllm_config, model_config, **rest)

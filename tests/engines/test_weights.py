@@ -349,17 +349,6 @@ def test_extra_settings_are_an_object() -> None:
         KvtierModelLoader(LoadConfig(load_format="kvtier", model_loader_extra_config=["plan_cache"]))
 
 
-def test_an_object_store_is_refused(llama: Any, checkpoints: Any, tmp_path: Path) -> None:
-    """vLLM's loader said that it cannot find weights in the folder to which vLLM copies the configuration."""
-    config, _ = llama
-    shutil.copy(checkpoints("llama") / "config.json", tmp_path)
-    model_config = copy.copy(config.model_config)
-    model_config.model, model_config.model_weights = str(tmp_path), "s3://bucket/llama"
-    config.compilation_config.static_forward_context.clear()
-    with pytest.raises(ConfigError, match="s3://bucket/llama.*download the model"):
-        loader().load_model(config, model_config)
-
-
 def test_a_damaged_file_is_refused(llama: Any, checkpoints: Any, tmp_path: Path) -> None:
     """Not loaded by vLLM's loader instead: its header says more than there is."""
     config, _ = llama
