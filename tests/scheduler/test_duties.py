@@ -72,3 +72,12 @@ def test_a_closed_set_without_files_leaves_no_room(keeper: Keeper, monkeypatch: 
         keeper.allocators.answered("", *place, is_blank=False)
     keeper.tick()
     assert keeper._capacity_bytes(1e9) == 150
+
+
+def test_a_set_without_files_that_is_closed_early_leaves_no_room(keeper: Keeper) -> None:
+    """That of a tenant without new chunks, whose files had found no room."""
+    keeper.tick()
+    (info, *_) = keeper._index.sets()
+    keeper._sweeper.close_early(info.set_id)
+    assert keeper._sweeper.take_overbooked() == info.n_bytes == 100
+    assert keeper._sweeper.take_overbooked() == 0
