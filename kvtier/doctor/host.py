@@ -1,6 +1,7 @@
 """Host: access of the probes to kernel files and to commands, which have a deadline."""
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -65,8 +66,10 @@ class Host:
         lines = [line for line in ran.error.splitlines() if line.strip()]
         if ran.status != 0:
             said = [line for line in lines if line.startswith("Fatal Python error")] or lines[-1:]
-            did_run = ran.did_start and (ran.status is None or ran.status < 0 or ran.status == FAULT)
-            raise (ProbeFailed if did_run else ProbeNotRun)(said[0] if said else f"exit status {ran.status}")
+            why = said[0] if said else f"exit status {ran.status}"
+            if ran.did_start and (ran.status is None or ran.status < 0 or ran.status == FAULT):
+                raise ProbeFailed(why)
+            raise ProbeNotRun(why, shlex.join([sys.executable, "-m", module, *arguments]))
         try:
             return json.loads(ran.output)
         except ValueError:
@@ -85,8 +88,12 @@ class ProbeFailed(Exception):
 
 
 class ProbeNotRun(ProbeFailed):
-    """This Python could not run a probe, so what it was to examine is not to blame."""
+    """This Python could not run a probe, so what it was to examine is not to blame. command: runs the probe."""
+
+    def __init__(self, why: str, command: str) -> None:
+        super().__init__(why)
+        self.command = command
 
     def diagnosis(self, what: str) -> Diagnosis:
-        fix = f"mend this Python environment, until `{sys.executable} -m kvtier.doctor.probe driver` answers"
+        fix = f"mend this Python environment, until `{self.command}` answers"
         return Diagnosis("bad", what, f"not looked at, because this Python cannot run the probe: {self}", fix)
