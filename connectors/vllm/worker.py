@@ -199,7 +199,7 @@ def _rank() -> int:
 
 
 class ForwardWatch:
-    """ForwardWatch of one worker. Steps have consecutive numbers, so a step that never arrived is noticed too."""
+    """Watch of one worker's forwards. Steps have consecutive numbers, so a step that never arrived is noticed too."""
 
     def __init__(self) -> None:
         self.has_failed = False  # since the start; vLLM has no recovery that connectors could detect

@@ -110,8 +110,8 @@ class Evictor:
         return "namespace" if quotas.namespace_excess(need.namespace, used, need.n_bytes) > 0 else None
 
     def make_room(self, need: Need, capacity_bytes: int) -> int | None:
-        """Evict until the set fits. Return the freed bytes; None if it does not fit, because another process evicts at
-        the moment or too few sets may be removed. In the latter case nothing is evicted."""
+        """Evict until the set fits. Return the freed bytes; None if it does not fit: another evictor or thread is at
+        work, too few sets may be removed (then none is), or others took the room."""
         if self.fits(need, capacity_bytes):
             return 0
 
@@ -200,8 +200,8 @@ class Evictor:
     def _evict(
         self, choose: Callable[[EvictionChoice], bool], capacity_bytes: int, for_admin: bool = False
     ) -> EvictionResult | None:
-        """Remove the sets that `choose` chooses, if it returns True. Return None if it does not, or if another process
-        evicts at the moment. for_admin: an open set of a dead engine may be removed too."""
+        """Remove the sets that `choose` chooses, if it returns True. Return None if it does not, or if another evictor
+        or thread is at work. for_admin: an open set of a dead engine may be removed too."""
         if not self._evicting.acquire(blocking=False):
             return None
         try:

@@ -20,14 +20,16 @@ class Room:
 
     def __init__(self, reclaim_s: float = 0.0) -> None:
         self._reclaim_s = reclaim_s
-        self._awaited: tuple[float, int] | None = None  # with reclaim_s, after an eviction: (deadline, free bytes then)
+        self._awaited: tuple[float, int] | None = (
+            None  # with reclaim_s, after an eviction: (deadline, free bytes to wait for)
+        )
         self._before = (0, 0)  # bytes of all sets at the last look; the room when no eviction was late
         self._late: deque[tuple[float, int]] = deque()  # (time, bytes) of evictions whose space may not show yet
         self._evicted_s = float("-inf")
         self._settle_s = SETTLE_FIRST_S
         self.limit_bytes: int | None = None  # room by the last refusal; None: nothing was refused
         self._refused_s = float("-inf")
-        self._row_s: float | None = None  # time of the first refusal in a row; None: saves worked since
+        self._row_s: float | None = None  # first refusal since the last that counted; None: saves worked since
         self._raise_s = 0.0
         self._step_bytes = 0
         self._disk_agreed = False  # statvfs said, too, that the disk is full
@@ -53,7 +55,8 @@ class Room:
         return min(room_bytes, self.limit_bytes)
 
     def overbooked(self, n_bytes: int) -> None:
-        """Note that the sum of all sets shrank by so many bytes that were never on the disk, so they free no space."""
+        """Note that the sum of all sets shrank by so many bytes that were never on the disk, so they free no space.
+        Known room stays as it is while an eviction is late."""
         set_bytes, known_bytes = self._before
         self._before = (set_bytes - n_bytes, known_bytes)
 
@@ -75,8 +78,8 @@ class Room:
         return room_bytes
 
     def refused(self, now_s: float, set_bytes: int, free_bytes: int, need_bytes: int) -> bool:
-        """Set the limit after a refusal: there was no room for a set beside `set_bytes`. Return False, and change
-        nothing, soon after an eviction, because the space of the evicted sets may not be free yet."""
+        """Set the limit after a refusal: there was no room for a set beside `set_bytes`. Return False, and leave
+        the limit, soon after an eviction, because the space of the evicted sets may not be free yet."""
         if self._row_s is None or not 0.0 <= now_s - self._refused_s < self._settle_s:
             self._row_s = now_s
         self._refused_s = now_s

@@ -43,8 +43,8 @@ PIN_START_MAX_S = 2.0
 # Pinning pauses while loads are under way: poll interval, and longest pause (saves need the arena too), seconds.
 PIN_POLL_S, PIN_YIELD_MAX_S = 0.01, 2.0
 HBM_SPARE_BYTES = 512 << 20  # left free for what the engine allocates after its KV cache (CUDA graphs, workspaces)
-# Largest share of free memory for staging of the default size. The rest is for the graphs of an engine that was given
-# nearly all memory.
+# Largest share of free memory for staging where the default size does not fit. The rest is for the graphs of an engine
+# that was given nearly all memory.
 HBM_SHARE = 2 / 3
 
 

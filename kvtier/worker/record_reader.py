@@ -1,8 +1,8 @@
 """Record reader: reads the records of chunks from segments into arena slots, checks them, and retracts records that are
 bad or gone.
 
-All methods may wait for storage or index, so they run on threads of the pool, except `begin_at_once`, `refuse_stuck`
-and `note_slow`.
+All methods may wait for storage or index, so they run on threads of the pool, except `begin_at_once`, `refuse_stuck`,
+`note_slow` and `may_be_stale`.
 """
 
 import errno
