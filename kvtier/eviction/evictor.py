@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -204,22 +205,19 @@ class Evictor:
         or thread is at work. for_admin: an open set of a dead engine may be removed too."""
         if not self._evicting.acquire(blocking=False):
             return None
-        try:
+        with ExitStack() as release:
+            release.callback(self._evicting.release)
             token = self._lease()
             if token is None:
                 return None
-            try:
-                self._remover.finish(self._clock())
-                choice = self._choice(capacity_bytes, for_admin)
-                if not choose(choice):
-                    return None
-                done = self._remove(choice.victims, token)
-                not_reached = [Kept(info, "not reached") for info in choice.victims[len(done.sets) :]]
-                return replace(done, kept=(*choice.kept, *not_reached))
-            finally:
-                self._index.release_lease(EVICT_LEASE, self._owner)
-        finally:
-            self._evicting.release()
+            release.callback(self._index.release_lease, EVICT_LEASE, self._owner)
+            self._remover.finish(self._clock())
+            choice = self._choice(capacity_bytes, for_admin)
+            if not choose(choice):
+                return None
+            done = self._remove(choice.victims, token)
+            not_reached = [Kept(info, "not reached") for info in choice.victims[len(done.sets) :]]
+            return replace(done, kept=(*choice.kept, *not_reached))
 
     def _remove(self, victims: Sequence[SetInfo], token: int) -> EvictionResult:
         """Remove sets as long as this evictor holds the lease."""
