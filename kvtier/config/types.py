@@ -93,11 +93,11 @@ def absolute_path(value: Path, is_secret: bool = False) -> Path:
 
 
 def _path_text(value: object) -> object:
-    if isinstance(value, str) and not value.strip():  # Path("") is the current folder
+    if not isinstance(value, str):
+        return value
+    if not value.strip():  # Path("") is the current folder
         raise ValueError("it is empty: set it to an absolute path, or unset it")
-    if (
-        isinstance(value, str) and "://" in value and not value.startswith("/")
-    ):  # a Path would be a folder `s3:` in the current one
+    if "://" in value and not value.startswith("/"):  # Path("s3://x") is the folder `s3:` in the current one
         raise ValueError("it is a URL, and kvtier needs a path: set it to an absolute path on a mounted file system")
     return value
 
