@@ -46,7 +46,7 @@ def test_every_error_that_stops_a_start_is_in_troubleshooting() -> None:
 
 
 def test_the_warnings_in_troubleshooting_are_those_of_the_code() -> None:
-    """By their words. What Redis says of its memory is not kvtier's."""
+    """The page quotes words of each. What Redis says of its memory is not kvtier's."""
     page = (DOCS / "troubleshooting.md").read_text().partition("## Warnings in the log")[2]
     quoted = {
         words

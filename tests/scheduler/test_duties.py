@@ -75,7 +75,7 @@ def test_a_closed_set_without_files_leaves_no_room(keeper: Keeper, monkeypatch: 
 
 
 def test_a_set_without_files_that_is_closed_early_leaves_no_room(keeper: Keeper) -> None:
-    """That of a tenant without new chunks, whose files had found no room."""
+    """A keeper closes the set of a tenant without new chunks early. Its files may have found no room before."""
     keeper.tick()
     (info, *_) = keeper._index.sets()
     keeper._sweeper.close_early(info.set_id)
