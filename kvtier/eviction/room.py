@@ -20,9 +20,8 @@ class Room:
 
     def __init__(self, reclaim_s: float = 0.0) -> None:
         self._reclaim_s = reclaim_s
-        self._awaited: tuple[float, int] | None = (
-            None  # with reclaim_s, after an eviction: (deadline, free bytes to wait for)
-        )
+        # With reclaim_s, after an eviction: (deadline, free bytes to wait for).
+        self._awaited: tuple[float, int] | None = None
         self._before = (0, 0)  # bytes of all sets at the last look; the room when no eviction was late
         self._late: deque[tuple[float, int]] = deque()  # (time, bytes) of evictions whose space may not show yet
         self._evicted_s = float("-inf")
