@@ -62,13 +62,14 @@ class MeasuredEngine:
         """
         sampling = parameters(max_tokens, switches, n_best=2 if leads else None)
         outputs = self.llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], sampling, use_tqdm=False)
-        answers = []
-        for output in outputs:
-            best = output.outputs[0]
-            answers.append({"answer": list(best.token_ids), "hit_tokens": output.num_cached_tokens or 0})
-            if leads:
-                answers[-1]["leads"] = [_lead(step) for step in best.logprobs]
-        return answers
+        return [self.answer_of(output, leads=leads) for output in outputs]
+
+    @staticmethod
+    def answer_of(output: Any, *, leads: bool = False) -> dict[str, Any]:
+        """Return what `ask` returns of one request."""
+        best = output.outputs[0]
+        answer = {"answer": list(best.token_ids), "hit_tokens": output.num_cached_tokens or 0}
+        return answer | {"leads": [_lead(step) for step in best.logprobs]} if leads else answer
 
     def first_token(self, tokens: list[int], switches: dict[str, bool] | None = None) -> dict[str, Any]:
         """Run one request alone for one token. ttft_s is measured around `generate`."""
@@ -166,9 +167,9 @@ def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
 
 def main(job_path: Path, result_path: Path, timeout_s: float) -> None:
     faulthandler.dump_traceback_later(max(10.0, timeout_s - DUMP_BEFORE_END_S), exit=False)
-    from benchmarks.gpu import equality, load_mix, save_cost, steps, two_engines, under_load
+    from benchmarks.gpu import chaos, equality, load_mix, save_cost, steps, two_engines, under_load
 
-    modules = (equality, load_mix, save_cost, two_engines, under_load, steps)
+    modules = (chaos, equality, load_mix, save_cost, two_engines, under_load, steps)
     known = {name: step for module in modules for name, step in vars(module).items()}
     job = json.loads(job_path.read_text())
     engine = MeasuredEngine(job)
