@@ -351,11 +351,12 @@ class ChunkLoader:
         held = HeldSegments(fetches[0].namespace, len(fetches), is_anew=fetches[0].was_reread)
         for fetch in fetches:
             fetch.held = held
-        reads = self.reader.begin_at_once(self._targets(fetches), held)
+        targets = [(fetch.chunk, fetch.slot if self._landing is None else fetch.host_slot) for fetch in fetches]
+        reads = self.reader.begin_at_once(targets, held)
         if reads is None:
-            self._pool.add(partial(self._submit_reads, fetches, held), partial(self._opened, fetches))
+            self._pool.add(partial(self.reader.begin, targets, held), partial(self._opened, fetches))
         else:
-            self._opened(fetches, self._reads_of(fetches, reads))
+            self._opened(fetches, reads)
 
     def _open_again(self, fetch: Fetch) -> None:
         self._release([fetch])
@@ -368,34 +369,19 @@ class ChunkLoader:
             fetch.host_slot = landing
         self._open([fetch])
 
-    def _submit_reads(self, fetches: Sequence[Fetch], held: HeldSegments) -> list[FileReads | Exception | None]:
-        """Submit the reads, on a thread of the pool. Return a result for each chunk: None for those after the first
-        that failed, which most often would fail too."""
-        return self._reads_of(fetches, self.reader.begin(self._targets(fetches), held))
-
-    def _targets(self, fetches: Sequence[Fetch]) -> list[tuple[LoadChunk, int]]:
-        """Return each chunk with the slot that it is read into."""
-        return [(fetch.chunk, fetch.slot if self._landing is None else fetch.host_slot) for fetch in fetches]
-
-    def _reads_of(
-        self, fetches: Sequence[Fetch], results: Sequence[FileReads | Exception]
-    ) -> list[FileReads | Exception | None]:
-        """Store the reads in their fetches. Return a result for each chunk: None for those after the last result."""
-        for fetch, result in zip(fetches, results, strict=False):
-            if isinstance(result, FileReads):
-                fetch.reads = result
-        return [*results, *[None] * (len(fetches) - len(results))]
-
     def _opened(self, fetches: Sequence[Fetch], results: Any) -> None:
+        """Take a result for each chunk, up to the first that failed; the others are opened again."""
         if isinstance(results, Exception):  # of the task, or the pool refused it
             results = [results] * len(fetches)
         begun, again = list[Fetch](), list[Fetch]()
-        for fetch, result in zip(fetches, results, strict=True):
-            if isinstance(result, FileReads) and fetch.state is State.OPENING:
-                fetch.sources = result.sources
-                begun.append(fetch)
+        for fetch, result in zip(fetches, results, strict=False):
+            if isinstance(result, FileReads):
+                fetch.reads = result
+                if fetch.state is State.OPENING:
+                    fetch.sources = result.sources
+                    begun.append(fetch)
         self.set_state(begun, State.READING)
-        for fetch, result in zip(fetches, results, strict=True):
+        for fetch, result in itertools.zip_longest(fetches, results):
             if isinstance(result, Exception):
                 self._end_in_pool(fetch, result)
             elif fetch.state is State.DROPPED:
