@@ -92,6 +92,17 @@ def test_a_hit_that_finds_no_room_among_the_loads_waits_and_is_asked_for_again()
     assert len(scene.bridge.take_step().loads) == 3
 
 
+def test_an_answer_serves_a_hit_that_grows_but_none_that_shrinks() -> None:
+    """The engine's own cache may lose blocks while the request waits."""
+    scene = Scene()
+    scene.store_chunks(4)
+    assert [scene.bridge.hit_tokens("r", own) for own in (64, 128, 0)] == [192, 128, 256]
+    assert scene.store.n_lookups == 2
+    scene.tokens += range(64)  # it was preempted, with generated tokens
+    scene.store_chunks(5)
+    assert scene.bridge.hit_tokens("r", 0) == 320
+
+
 def test_a_local_hit_inside_a_chunk_moves_only_the_first_token() -> None:
     """The engine has 96 tokens: the load takes the second chunk whole, and leaves its first 32 tokens alone."""
     scene = Scene()
@@ -129,7 +140,9 @@ def test_requests_may_switch_loading_and_saving_off() -> None:
     scene.store_chunks(4)
     assert scene.bridge.hit_tokens("r", 0) == 0
     assert not scene.bridge.chunks_pending("r", 300)
+    scene.store.stored.clear()
     scene.bridge.advance("r", 300, BLOCKS)
+    assert scene.bridge.take_step() == Step()
     scene.bridge.finish("r", 300, BLOCKS)
     assert scene.bridge.take_step() == Step()
 
@@ -213,6 +226,15 @@ def test_generated_tokens_extend_the_keys() -> None:
     assert [w.key for w in scene.store.wanted] == chunk_keys(scene.store.namespace_id, scene.tokens, CHUNK, {})[:2]
 
 
+def test_keys_of_generated_chunks_continue_those_of_the_prompt() -> None:
+    scene = Scene(n_tokens=100)
+    for n_more in (0, 100):
+        scene.tokens += range(1000, 1000 + n_more)
+        scene.bridge.advance("r", len(scene.tokens), BLOCKS)
+        scene.bridge.take_step()
+    assert [w.key for w in scene.store.wanted] == scene.keys()
+
+
 def test_an_ended_request_is_gathered_before_the_next_step() -> None:
     scene = Scene()
     scene.bridge.advance("r", 64, BLOCKS)
@@ -253,6 +275,9 @@ def test_nothing_is_gathered_from_blocks_that_the_request_does_not_have() -> Non
 def test_a_request_that_ends_while_it_loads_saves_nothing() -> None:
     """Its blocks are being written by the load."""
     scene = Scene().loading(2)
+    scene.store.stored.clear()
+    scene.bridge.advance("r", 300, BLOCKS)
+    assert scene.bridge.take_step().after is None
     scene.bridge.finish("r", 128, BLOCKS)
     assert scene.bridge.take_step().before is None
     scene.bridge.loads_ended({"r"}, frozenset())
@@ -309,6 +334,20 @@ def test_reset_keeps_what_is_in_the_engine_out_of_the_new_epoch() -> None:
     scene.bridge.advance("new", 64, BLOCKS)
     scene.bridge.take_step()
     assert scene.store.wanted[-1].parent == bytes([1]) * 16
+
+
+def test_after_a_reset_nothing_that_was_planned_before_is_gathered() -> None:
+    for of in ("advance", "finish"):
+        scene = Scene()
+        getattr(scene.bridge, of)("r", 300, BLOCKS)
+        assert scene.bridge.reset(blocks_in_use=False)
+        assert scene.bridge.take_step() == Step()
+
+
+def test_if_a_steps_blocks_are_not_known_ended_requests_are_not_gathered() -> None:
+    scene = Scene()
+    scene.bridge.finish("r", 300, BLOCKS)
+    assert scene.bridge.take_step(rewritten=None).before is None and not scene.bridge.has_pending_gathers()
 
 
 def test_reset_during_a_load_says_so() -> None:

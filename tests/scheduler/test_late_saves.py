@@ -259,6 +259,22 @@ def test_what_workers_have_taken_makes_room_for_what_they_may_refuse(monkeypatch
     assert numbers == [0, 1, 2, 3, 13, *range(20, 25)], "neither what was refused nor what was planned just now"
 
 
+def test_a_refusal_of_a_running_requests_chunk_is_not_waited_for() -> None:
+    late = LateSaves()
+    late.refused(bytes(16))
+    assert not late.are_waiting and not late.take(None)
+
+
+def test_a_chunk_that_was_planned_again_is_not_waited_for() -> None:
+    """Nor is there a limit for the chunks of requests that ended since the last step: their blocks are given away."""
+    late = LateSaves()
+    late.keep(0, chunks(0, 1))
+    for chunk in chunks(0, 1):
+        late.refused(chunk.key)
+        assert late.plan_again(chunk.key)
+    assert [chunk.number for chunk in late.take(0)[0].chunks] == [0, 1] and not late.are_waiting
+
+
 def test_a_fault_while_blocks_are_read_breaks_no_later_step() -> None:
     """The step plans without containing faults: it must find a note of each chunk that is due."""
     late, fault = LateSaves(), ZeroDivisionError
