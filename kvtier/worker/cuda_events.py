@@ -39,7 +39,7 @@ class Order(Protocol):
     def is_done(self, event: CudaEvent) -> bool:
         """Return True if `wait` would return at once."""
 
-    def launching(self) -> AbstractContextManager[None]:
+    def launching(self) -> AbstractContextManager[object]:
         """Enter the stream for launches whose results the caller waits for."""
 
     def begin(self, work: Callable[[], None], *after: CudaEvent) -> CudaEvent:
@@ -64,7 +64,7 @@ class HostOrder:
     def is_done(self, event: CudaEvent) -> bool:
         return True
 
-    def launching(self) -> AbstractContextManager[None]:
+    def launching(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def begin(self, work: Callable[[], None], *after: CudaEvent) -> CudaEvent:
@@ -101,10 +101,8 @@ class CudaOrder:
         self._enter()
         return bool(event.query())
 
-    @contextmanager
-    def launching(self) -> Iterator[None]:
-        with self._launching("summing"):
-            yield
+    def launching(self) -> AbstractContextManager[object]:
+        return self._launching("summing")
 
     def begin(self, work: Callable[[], None], *after: CudaEvent) -> CudaEvent:
         # Not the stream of `launching`: the caller that waits for its launches there would wait for these events too.
