@@ -202,8 +202,10 @@ class ChunkLoader:
             self.set_state(cached, State.ARRIVED)
         found: list[tuple[Fetch, int, tuple[Source, ...]]] = []
         if below and worker.host is not None:
-            found, below = self._find_in_host(worker.host, below)
-        if below and self._landing is not None:  # after `_find_in_host`, because `reserve` may evict the chunk there
+            leases = list(zip(below, worker.host.lease_each([fetch.chunk.key for fetch in below]), strict=True))
+            found = [(fetch, *leased) for fetch, leased in leases if leased is not None]
+            below = [fetch for fetch, leased in leases if leased is None]
+        if below and self._landing is not None:  # after `lease_each`, because `reserve` may evict the chunk there
             (fetch,) = below
             landing = self._landing.reserve()
             if landing is None:
@@ -216,18 +218,6 @@ class ChunkLoader:
             worker.metrics.add(names.HOST_HIT_CHUNKS, len(found))
             self._copy_up(worker.host, found)
         return len(claimed)
-
-    def _find_in_host(
-        self, host: ChunkArena, fetches: Sequence[Fetch]
-    ) -> tuple[list[tuple[Fetch, int, tuple[Source, ...]]], list[Fetch]]:
-        """Lease the chunks that are in the host arena. Return them, and the others."""
-        found, missed = list[tuple[Fetch, int, tuple[Source, ...]]](), list[Fetch]()
-        for fetch, leased in zip(fetches, host.lease_each([fetch.chunk.key for fetch in fetches]), strict=True):
-            if leased is None:
-                missed.append(fetch)
-            else:
-                found.append((fetch, *leased))
-        return found, missed
 
     def take_reads(self) -> bool:
         """Take the chunks whose reads have all ended, well or not. Return False if there are none."""
@@ -462,18 +452,14 @@ class ChunkLoader:
         """Reject bytes whose checksums do not match. Drop a bad copy from its arena and fetch the chunk again; retract
         a bad record from the index."""
         key, locations = fetch.chunk.key, [source.location for source in bad]
-        if fetch.origin is Origin.FILES and self.reader.may_be_stale():
-            if fetch.was_reread:
-                work = partial(self.reader.doubt, fetch.namespace, key, locations)
-                self._judge_in_pool(fetch, work, partial(self._end_in_pool, fetch))
-            else:
+        if fetch.origin is Origin.FILES:
+            if self.reader.may_be_stale() and not fetch.was_reread:
                 self._read_anew(fetch)
+            else:
+                work = partial(self.reader.reject, fetch.namespace, key, locations)
+                self._judge_in_pool(fetch, work, partial(self._end_in_pool, fetch))
             return
         self._worker.metrics.add(names.CHECKSUM_FAILURES)
-        if fetch.origin is Origin.FILES:
-            work = partial(self.reader.condemn, key, locations)
-            self._judge_in_pool(fetch, work, partial(self._end_in_pool, fetch))
-            return
         self._log.line(logging.ERROR, "bad", "chunk %s went bad in memory; it is read again", key.hex())
         if fetch.origin is Origin.ARENA:
             self._worker.arena.drop(key)

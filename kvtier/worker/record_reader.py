@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from kvtier.codecs.base import slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, KVTierError, TierUnavailable
@@ -29,6 +29,7 @@ from kvtier.storage.stuck_files import StuckFiles
 from kvtier.worker.context import WorkerContext
 from kvtier.worker.read_plan import Source, place_in_file, sources_of
 
+BAD_CHECKSUM = "a checksum does not match"
 UNSIGNED = "it was not signed with this engine's secret"
 
 
@@ -225,26 +226,23 @@ class RecordReader:
             return False
         if error not in (0, errno.ENODATA):
             raise FetchFailed(f"{place_of(location)}: {errno.errorcode.get(error, error)}")
+        self.reject(reads.namespace, reads.key, [location], what, error)
+
+    def reject(
+        self, namespace: bytes, key: bytes, bad: Sequence[Location], what: str = BAD_CHECKSUM, error: int = 0
+    ) -> NoReturn:
+        """Retract bad records. Queue them for a later check instead if they may be stale, even with segments opened
+        anew. Raises FetchFailed."""
+        where = place_of(bad[0])
         if self.may_be_stale(error) and what != UNSIGNED:
-            self.rechecks.add(reads.namespace, reads.key, location)
-            raise FetchFailed(f"{place_of(location)}: {what}, also after a new open; it stays in the index for now")
-        self.retract(reads.key, location)
-        # Wrong bytes are a fault of the storage; a truncated file is not.
-        self._worker.metrics.add(names.GONE_CHUNKS if error else names.CHECKSUM_FAILURES)
-        raise (SegmentGone if error else FetchFailed)(f"{place_of(location)}: {what}")
-
-    def doubt(self, namespace: bytes, key: bytes, bad: Sequence[Location]) -> None:
-        """Queue records for a later check if their checksums did not match, even with segments opened anew. Raises
-        FetchFailed."""
-        for location in bad:
-            self.rechecks.add(namespace, key, location)
-        raise FetchFailed(f"{place_of(bad[0])}: a checksum does not match, also after a new open")
-
-    def condemn(self, key: bytes, bad: Sequence[Location]) -> None:
-        """Retract records whose checksums do not match. Raises FetchFailed."""
+            for location in bad:
+                self.rechecks.add(namespace, key, location)
+            raise FetchFailed(f"{where}: {what}, also after a new open; it stays in the index for now")
         for location in bad:
             self.retract(key, location)
-        raise FetchFailed(f"{place_of(bad[0])}: a checksum does not match")
+        # Wrong bytes are a fault of the storage; a truncated file is not.
+        self._worker.metrics.add(names.GONE_CHUNKS if error else names.CHECKSUM_FAILURES)
+        raise (SegmentGone if error else FetchFailed)(f"{where}: {what}")
 
     def may_be_stale(self, error: int = 0) -> bool:
         """Return True if a read that failed with `error` (0: wrong bytes) may succeed later on this file system."""
@@ -311,17 +309,14 @@ class RecordReader:
         self, files: SegmentFiles, key: bytes, location: Location, name: Name, held: HeldSegments
     ) -> OpenSegment | None:
         """Raises Corrupt, TierUnavailable, FetchFailed."""
-        if not held.is_anew:
-            try:
-                return files.lease(*name)
-            except Corrupt:
-                if not self.may_be_stale():
-                    self.retract(key, location)
-                    raise
+        stale = (Corrupt,) if self.may_be_stale() else ()
         try:
+            if not held.is_anew:
+                with suppress(*stale):
+                    return files.lease(*name)
             return files.lease_anew(*name)
         except Corrupt as fault:
-            if not self.may_be_stale():
+            if not stale:
                 self.retract(key, location)
                 raise
             self.rechecks.add(held.namespace, key, location)
@@ -349,7 +344,7 @@ class RecordReader:
         sources = reads.sources
         for number, result in enumerate(reads.batch.results()):
             if not result.ok:
-                what = "it ends too soon" if result.error else "a checksum does not match"
+                what = "it ends too soon" if result.error else BAD_CHECKSUM
                 return sources[number % len(sources)].location, result.error, what
         for number, source in enumerate(sources if self._signer is not None else ()):
             if not self._is_ours(reads, number, source):

@@ -12,7 +12,9 @@ from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.base import Reader, Reads
 from kvtier.io.ring import ReadOp
 from kvtier.plan import LoadDone
+from kvtier.runtime import metrics as names
 from kvtier.storage import open_segments
+from kvtier.storage.segments import Sharing
 from tests.damage import record_of, write
 from tests.support.lazy import LazyEngine
 from tests.support.rig import BLOCKS, TARGET, Engine, saved_by_another
@@ -135,6 +137,19 @@ def test_a_record_that_changes_meanwhile_is_no_hit(
     done = load(reader, lambda: damage(*segments_of(tmp_path, reader)))
     assert_loaded(reader, done, n_good)
     assert len(reader.store.lookup(reader.keys(TOKENS))) == n_good, "it is offered again (I11)"
+
+
+@pytest.mark.parametrize(("damage", "n_good"), [(becomes_zeros, BAD), (is_replaced, 0)])
+def test_where_reads_may_be_stale_a_bad_record_is_read_again_and_stays_in_the_index(
+    tmp_path: Path, reader: Engine, damage: Callable[[Path, Path], None], n_good: int
+) -> None:
+    records = reader.transfers[0]._loader._chunks.reader
+    records._sharing = Sharing(may_be_stale=True)
+    done = load(reader, lambda: damage(*segments_of(tmp_path, reader)))
+    assert_loaded(reader, done, n_good)
+    assert len(reader.store.lookup(reader.keys(TOKENS))) == 5 and len(records.rechecks._waiting) == 1
+    counted = reader.transfers[0].metrics.total()
+    assert names.CHECKSUM_FAILURES not in counted and counted.get(names.REREAD_CHUNKS, 0) == (n_good == BAD)
 
 
 def test_a_read_that_ends_with_eio_is_no_hit(reader: Engine) -> None:
