@@ -103,6 +103,22 @@ def test_an_answer_serves_a_hit_that_grows_but_none_that_shrinks() -> None:
     assert scene.bridge.hit_tokens("r", 0) == 320
 
 
+def test_a_pending_lookup_serves_no_hit_that_shrank_meanwhile() -> None:
+    scene = Scene()
+    scene.store_chunks(4)
+    scene.store.answers = False
+    assert scene.bridge.hit_tokens("r", 64) is None
+    scene.store.answers = True
+    assert scene.bridge.hit_tokens("r", 0) == 256
+
+
+def test_chunks_of_a_failed_load_are_saved_again() -> None:
+    scene = Scene().loading()
+    with patch.object(scene.store, "forget_lost") as forget_lost:
+        scene.bridge.loads_ended(["r"], {100})
+    assert list(forget_lost.call_args.args[0]) == scene.keys()
+
+
 def test_a_local_hit_inside_a_chunk_moves_only_the_first_token() -> None:
     """The engine has 96 tokens: the load takes the second chunk whole, and leaves its first 32 tokens alone."""
     scene = Scene()
@@ -530,6 +546,7 @@ def test_a_closed_bridge_holds_no_answers_back() -> None:
     loading.bridge.close(0.0)
     bridge.take_over(loading.bridge)
     assert [done.request_id for done in bridge.poll()] == ["b"]
+    assert loading._transfer.is_closed
 
 
 class Broken:
