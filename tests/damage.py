@@ -28,6 +28,11 @@ def header_of(segment: Path) -> SegmentHeader:
         return SegmentHeader.unpack(file.read(PAGE_BYTES))
 
 
+def own_slots(header: SegmentHeader) -> range:
+    """Return the slots of the set that are in this file."""
+    return range(header.stripe, header.slots, header.stripes)
+
+
 def record_of(segment: Path, slot: int) -> tuple[int, bytes]:
     """Return where a slot's record begins, and its header page and slabs."""
     header = header_of(segment)

@@ -130,11 +130,6 @@ class SegmentHeader:
         return PAGE_BYTES + place * self.slot_bytes
 
     @property
-    def own_slots(self) -> range:
-        """Slots of the set that are in this file."""
-        return range(self.stripe, self.slots, self.stripes)
-
-    @property
     def file_bytes(self) -> int:
         return self.bytes_up_to(self.slots)
 

@@ -32,7 +32,7 @@ def _write(path: Path, content: bytes) -> None:
 
 def _slots(content: bytearray) -> tuple[SegmentHeader, list[slice]]:
     header = SegmentHeader.unpack(bytes(content[:PAGE_BYTES]))
-    starts = [header.slot_offset(slot) for slot in header.own_slots]
+    starts = [header.slot_offset(slot) for slot in range(header.stripe, header.slots, header.stripes)]
     return header, [slice(start, start + header.slot_bytes) for start in starts]
 
 

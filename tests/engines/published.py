@@ -19,6 +19,7 @@ from kvtier.index.base import Location
 from kvtier.index.redis.index import RedisIndex
 from kvtier.maintenance.record_check import RecordVerdict, judge
 from kvtier.storage.segments import SegmentFiles, segment_name
+from tests.damage import own_slots
 from tests.engines.fleet_prompts import CHUNK_TOKENS, prompt
 
 Segment = tuple[int, int]  # (set, part)
@@ -148,9 +149,9 @@ class Published:
             header = self._header(segment)
             if header is None:
                 continue
-            last = rng.choice(header.own_slots)
+            last = rng.choice(own_slots(header))
             os.truncate(self.path(segment), header.slot_offset(last) + rng.randrange(header.slot_bytes))
-            damage.slots |= {(*segment, slot) for slot in header.own_slots if slot >= last}
+            damage.slots |= {(*segment, slot) for slot in own_slots(header) if slot >= last}
         return damage
 
     def remove(self, segments: Sequence[Segment]) -> Damage:

@@ -19,6 +19,7 @@ from kvtier.maintenance.sweeper import Sweeper
 from kvtier.storage.filesystem import stripes_for
 from kvtier.storage.root import find_root
 from kvtier.storage.segments import SegmentFiles, parse_segment_name, segment_name
+from tests.damage import own_slots
 from tests.support.rig import Engine, geometry, settings, shares
 from tests.waiting import wait_until
 
@@ -54,18 +55,18 @@ def header_of(stripes: int, stripe: int, slots: int = 10) -> SegmentHeader:
 @pytest.mark.parametrize("stripes", [1, 3, 8, 16])
 def test_each_slot_has_one_place(stripes: int) -> None:
     headers = [header_of(stripes, stripe) for stripe in range(stripes)]
-    places = [(h.stripe, h.slot_offset(slot)) for h in headers for slot in h.own_slots]
+    places = [(h.stripe, h.slot_offset(slot)) for h in headers for slot in own_slots(h)]
     assert len(set(places)) == 10
     for header in headers:
         assert SegmentHeader.unpack(header.pack()) == header and stripes_of(header.set_id) == stripes
         assert parse_segment_name(segment_name(header.set_id, header.part)) == (header.set_id, header.part)
-        assert header.file_bytes == PAGE_BYTES + len(header.own_slots) * header.slot_bytes
+        assert header.file_bytes == PAGE_BYTES + len(own_slots(header)) * header.slot_bytes
         for used in range(11):
-            kept = [slot for slot in header.own_slots if slot < used]
+            kept = [slot for slot in own_slots(header) if slot < used]
             assert header.bytes_up_to(used) == PAGE_BYTES + len(kept) * header.slot_bytes
         for slot in range(12):
             offset = header.offset_of(slot, header.extent, header.slab_bytes)
-            assert offset == (header.slot_offset(slot) if slot in header.own_slots else None)
+            assert offset == (header.slot_offset(slot) if slot in own_slots(header) else None)
     assert {part_of(headers[0].set_id, 2, slot) for slot in range(32)} == set(parts_of(headers[0].set_id, 2))
 
 
