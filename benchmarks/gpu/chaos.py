@@ -3,9 +3,9 @@
     python -m benchmarks.gpu.chaos --folder /dev/shm/kv --out OUT/chaos.json [--tp 2]
 
 One engine gets bursts of 1 to 32 requests, up to 95 in flight, on a pool of prompts that fits neither its KV cache nor
-the tier. Some requests are aborted, some do not save. At the same time a thread flips bits, zeroes pages, and truncates and
-deletes segments. Blocks must be bit-equal to what was saved, no request may fail, and answers may differ from those of
-the same engine without the tier only where load_mix.py excuses them.
+the tier. Some requests are aborted, some do not save. At the same time a thread flips bits, zeroes pages, and
+truncates and deletes segments. Blocks must be bit-equal to what was saved, no request may fail, and answers may differ
+from those of the same engine without the tier only where load_mix.py excuses them.
 """
 
 from __future__ import annotations
