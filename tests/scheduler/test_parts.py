@@ -17,7 +17,7 @@ from kvtier.format.record import RecordHeader, SegmentHeader, is_blank, record_b
 from kvtier.index.base import Location
 from kvtier.plan import LoadChunk, LoadPlan, SaveChunk, SavePlan
 from kvtier.runtime.threads import ThreadJobs, Ticker
-from kvtier.scheduler.segment_allocator import SlotAllocator, SlotAllocators
+from kvtier.scheduler.segment_allocator import SET_SETTLE_S, TENANT_IDLE_S, SlotAllocator, SlotAllocators
 from kvtier.worker.read_plan import sources_of
 from tests.support.rig import geometry
 
@@ -144,6 +144,19 @@ def test_an_answer_asks_the_allocator_of_its_tenant_alone() -> None:
     assert red.take(0.0) is None
     allocators.answered("red", 1, 0, is_blank=True)
     assert red.take(0.0) == (1, 0)
+
+
+def test_an_idle_tenant_keeps_its_sets_longer_while_answers_are_missing() -> None:
+    allocators = SlotAllocators(slots=2, spares_max=4)
+    for tenant, set_id in (("answered", 1), ("busy", 2), ("unused", 3)):
+        allocators.of(tenant, 0.0).offer(set_id)
+    for tenant, set_id in (("answered", 1), ("busy", 2)):
+        assert allocators.of(tenant, 0.0).take(0.0) == (set_id, 0)
+    allocators.answered("answered", 1, 0, is_blank=False)
+    assert allocators.leave_idle(TENANT_IDLE_S - 1) == ([], [], [])
+    assert allocators.leave_idle(TENANT_IDLE_S) == ([1], [], [3])
+    assert allocators.leave_idle(TENANT_IDLE_S + SET_SETTLE_S) == ([], [2], []), "they are closed, but not truncated"
+    assert allocators.all() == [allocators.common]
 
 
 def test_a_slot_that_stayed_blank_is_given_again() -> None:
