@@ -115,27 +115,23 @@ class SharedLoads:
 
         keys: of its hit, from the first chunk on that the engine does not have whole.
         """
-        loads = [load for load in self._loads.values() if keys and keys[0] in load.keys]
-        if not loads:
-            return False
         now = self._clock()
         follower = self._followers.get(request_id) or _Follower(now)
         begin = computed_tokens // chunk_tokens * chunk_tokens
-        best: tuple[int, _Load] | None = None
-        for load in loads:
+        follower.load, follower.end_tokens = None, computed_tokens
+        for load in self._loads.values():
             end_tokens = begin + _shared(keys, load.keys) * chunk_tokens
-            if best is not None and end_tokens <= best[0]:
+            if end_tokens <= follower.end_tokens:
                 continue
             shared_tokens = end_tokens - computed_tokens
             is_worth_it = load.n_tokens <= LENGTH_RATIO * shared_tokens or self.is_short(shared_tokens)
             if is_worth_it and self._has_time(follower, load, now):
-                best = end_tokens, load
-        if best is None:
+                follower.end_tokens, follower.load = end_tokens, load
+        if follower.load is None:
             return False
         if request_id not in self._followers:
             self._followers[request_id] = follower
             self._metrics.add(names.SHARED_WAITS)
-        follower.end_tokens, follower.load = best
         follower.wait_s, follower.computed_tokens = now, computed_tokens
         return True
 

@@ -78,7 +78,8 @@ def test_one_loads_and_the_others_hit_the_engines_cache(scene: Scene) -> None:
     assert [scene.ask(name) for name in others] == [None] * 3, "the engine has not put the blocks into its cache yet"
     scene.bridge.landed(first)
     scene.now_s = 0.25
-    assert [scene.ask(name, 512) for name in others] == [0] * 3
+    for _ in range(2):
+        assert [scene.ask(name, 512) for name in others] == [0] * 3
     assert scene.counted(names.SHARED_WAITS) == 3
     assert scene.counted(names.SHARED_TOKENS) == 3 * 512
     assert scene.counted(names.SHARED_WAIT_SECONDS) == 0.75
@@ -91,6 +92,7 @@ def test_waiting_is_cheap(scene: Scene) -> None:
     scene.ask(second)
     asked = scene.store.n_lookups
     for _ in range(100):
+        scene.now_s += WAIT_S / 101  # longer than an answer of the index is used
         assert scene.ask(second) is None
     assert scene.store.n_lookups == asked
 
@@ -149,7 +151,7 @@ def test_no_request_waits_for_ever_for_one_load_after_the_other(scene: Scene) ->
             break
         scene.now_s += 0.9 * WAIT_S
         scene.bridge.finish(name, 0, [])
-    assert hit == 512 and scene.now_s - began_s <= (WAITS_MAX + 1) * WAIT_S
+    assert hit == 512 and 2 * WAIT_S < scene.now_s - began_s <= (WAITS_MAX + 1) * WAIT_S, "no wait was in vain"
 
 
 def test_other_salts_are_other_prompts(scene: Scene) -> None:
@@ -200,6 +202,8 @@ def test_short_of_kv_memory_they_wait_for_long_loads_too(scene: Scene) -> None:
     scene.request("short", list(range(128)))
     assert scene.ask("document") == 2048
     assert scene.ask("short") is None and asked == [128]
+    scene.request("other", list(range(5000, 5128)))
+    assert scene.ask("other") == 128, "it shares nothing"
 
 
 def test_the_engines_own_hit_may_end_within_a_chunk(scene: Scene) -> None:
