@@ -7,7 +7,7 @@ from typing import get_args
 from kvtier.admin.answers import Latencies, LatencySummary, Prefix, Rates, TierFill, Totals, Worker
 from kvtier.runtime import metrics as names
 from kvtier.runtime.metrics import summed
-from kvtier.scheduler.engine_report import Latency, Operation, WorkerReport, hit_ratio
+from kvtier.scheduler.engine_report import Latency, Operation, WorkerReport, arena_sums, hit_ratio
 
 PREFIXES_SHOWN = 32
 INTERVAL_S_MIN = 1e-3  # shortest interval of a report from which rates are computed, seconds
@@ -53,15 +53,8 @@ def latencies_of(reports: Sequence[WorkerReport]) -> Latencies:
 
 def arenas_of(reports: Sequence[WorkerReport]) -> list[TierFill]:
     """Sum sizes and fills of both upper tiers over all engines, without a tier that no engine has."""
-    fills = []
-    for tier in ("hbm", "host"):
-        arenas = [arena for report in reports for arena in report.arenas if arena.tier == tier]
-        if arenas:
-            used = sum(arena.used_bytes for arena in arenas)
-            fills.append(
-                TierFill(tier=arenas[0].tier, used_bytes=used, size_bytes=sum(arena.size_bytes for arena in arenas))
-            )
-    return fills
+    sums = arena_sums(arena for report in reports for arena in report.arenas)
+    return [TierFill(tier=tier, used_bytes=used, size_bytes=n_bytes) for tier, (n_bytes, used) in sorted(sums.items())]
 
 
 def ceiling_of(reports: Sequence[WorkerReport]) -> float | None:

@@ -176,7 +176,9 @@ class RankFigures:
         """Merge the figures of two ranks. Each measured the shared mount alone, so their ceilings are not added."""
         ceilings = [figures.read_ceiling_bytes_s or 0.0 for figures in (self, other)]
         counters = summed((self.counters, other.counters))
-        return RankFigures(counters, _sum_arenas((*self.arenas, *other.arenas)), max(ceilings) or None)
+        sums = arena_sums((*self.arenas, *other.arenas)).items()
+        arenas = tuple(ArenaFill(tier=tier, size_bytes=n_bytes, used_bytes=used) for tier, (n_bytes, used) in sums)
+        return RankFigures(counters, arenas, max(ceilings) or None)
 
 
 @dataclass(slots=True)
@@ -323,9 +325,10 @@ def hit_ratio(counters: Mapping[str, float]) -> float | None:
     return min(1.0, counters.get(names.HIT_TOKENS, 0.0) / asked) if asked else None
 
 
-def _sum_arenas(arenas: Iterable[ArenaFill]) -> tuple[ArenaFill, ...]:
+def arena_sums(arenas: Iterable[ArenaFill]) -> dict[Literal["hbm", "host"], tuple[int, int]]:
+    """Return tier -> (size, used) in bytes, summed over arenas."""
     sums: dict[Literal["hbm", "host"], tuple[int, int]] = {}
     for arena in arenas:
         size, used = sums.get(arena.tier, (0, 0))
         sums[arena.tier] = size + arena.size_bytes, used + arena.used_bytes
-    return tuple(ArenaFill(tier=tier, size_bytes=size, used_bytes=used) for tier, (size, used) in sums.items())
+    return sums
