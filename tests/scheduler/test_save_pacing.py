@@ -282,6 +282,7 @@ def test_after_a_pause_a_step_waits_for_the_answers_to_the_last_one() -> None:
     assert pacing.next_window() == 2 * WINDOW_MIN
     pacing.planned([b"whose answer never comes"])
     assert [pacing.next_window() for _ in range(PAUSE_MAX + 1)] == PAUSE_MAX * [0] + [4 * WINDOW_MIN]
+    assert pacing.next_window() == 8 * WINDOW_MIN, "it is waited for once"
 
 
 def test_while_chunks_are_stored_pauses_stay_short() -> None:
