@@ -1,7 +1,7 @@
 """Changes by an administrator: eviction, pins and quotas."""
 
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from kvtier.admin.answers import Evicted, KeptSets, PinRow, Pins, QuotaList, QuotaRow
@@ -70,13 +70,14 @@ def list_pins(opened: Opened) -> Pins:
     """Raises IndexUnavailable."""
     sets = opened.index.sets()
     found = pins.pins_in(opened.index, opened.clock())
-    held = _held(opened, found)
-    protected = pins.protected_sets(sets, found, held, _max_bytes(opened))
-    rows = [_pin_row(pin, [info for info in _meant(pin, held, sets) if info.set_id in protected]) for pin in found]
+    held = opened.evictor.held(found)
+    max_bytes = opened.evictor.pinned_max_bytes(opened.settings.capacity_bytes)
+    protected = pins.protected_sets(sets, found, held, max_bytes)
+    rows = [_pin_row(pin, [info for info in pins.meant(pin, held, sets) if info.set_id in protected]) for pin in found]
     return Pins(
         pins=rows,
         pinned_bytes=sum(info.n_bytes for info in sets if info.set_id in protected),
-        max_bytes=_max_bytes(opened),
+        max_bytes=max_bytes,
     )
 
 
@@ -101,15 +102,14 @@ def add_pin(
     others = pins.pins_in(opened.index, now)
     if len(others) >= PINS_MAX:
         raise AdminRefusal(f"there are {len(others)} pins already; remove some")
-    held = _held(opened, [*others, pin])
-    protected = pins.protected_sets(sets, others, held, _max_bytes(opened))
-    already = [info for info in sets if info.set_id in protected]
-    known = {info.set_id for info in already}
-    meant = _meant(pin, held, sets)
-    total = sum(info.n_bytes for info in [*already, *(info for info in meant if info.set_id not in known)])
-    if total > _max_bytes(opened):
+    held = opened.evictor.held([*others, pin])
+    max_bytes = opened.evictor.pinned_max_bytes(opened.settings.capacity_bytes)
+    meant = pins.meant(pin, held, sets)
+    protected = pins.protected_sets(sets, others, held, max_bytes) | {info.set_id for info in meant}
+    total = sum(info.n_bytes for info in sets if info.set_id in protected)
+    if total > max_bytes:
         raise AdminRefusal(
-            f"pins would protect {size(total)} and may protect {size(_max_bytes(opened))} "
+            f"pins would protect {size(total)} and may protect {size(max_bytes)} "
             "(capacity.pinned_max_fraction of capacity_bytes)"
         )
     pins_backup.put(opened.index, opened.root.folder, pin.name, pin.pack(), expires_s)
@@ -182,17 +182,3 @@ def _pin_row(pin: Pin, held: Sequence[SetInfo]) -> PinRow:
         sets=len(held),
         n_bytes=sum(info.n_bytes for info in held),
     )
-
-
-def _held(opened: Opened, found: Sequence[Pin]) -> dict[str, frozenset[int]]:
-    """Return the sets of each pin with keys, by its id. Each pin costs the index a lookup."""
-    return {pin.pin_id: opened.evictor.sets_of(pin.keys) for pin in found if pin.keys}
-
-
-def _meant(pin: Pin, held: Mapping[str, Collection[int]], sets: Sequence[SetInfo]) -> list[SetInfo]:
-    mine = [info for info in sets if info.namespace == pin.namespace]
-    return mine if pin.keys is None else [info for info in mine if info.set_id in held.get(pin.pin_id, ())]
-
-
-def _max_bytes(opened: Opened) -> int:
-    return int(opened.settings.capacity_bytes * opened.evictor.rules.pinned_max_fraction)

@@ -17,6 +17,7 @@ from kvtier.errors import StaleLease
 from kvtier.eviction import limits, pins
 from kvtier.eviction.choice import EvictionChoice, FutureTimes, Kept, Selection
 from kvtier.eviction.limits import UNLIMITED, Need, Quotas, Rules, Used
+from kvtier.eviction.pins import Pin
 from kvtier.eviction.set_removal import Remover
 from kvtier.index import entry as entries
 from kvtier.index.base import EVICT_LEASE, Index, SetInfo, writer_lease
@@ -181,8 +182,15 @@ class Evictor:
     def protected(self, sets: Sequence[SetInfo], capacity_bytes: int) -> frozenset[int]:
         """Return the ids of the sets that pins protect, within their cap."""
         found = pins.pins_in(self._index, self._clock())
-        held = {pin.pin_id: self.sets_of(pin.keys) for pin in found if pin.keys}
-        return pins.protected_sets(sets, found, held, int(capacity_bytes * self.rules.pinned_max_fraction))
+        return pins.protected_sets(sets, found, self.held(found), self.pinned_max_bytes(capacity_bytes))
+
+    def held(self, found: Sequence[Pin]) -> dict[str, frozenset[int]]:
+        """Return the sets of each pin with keys, by its id. Each pin costs the index a lookup."""
+        return {pin.pin_id: self.sets_of(pin.keys) for pin in found if pin.keys}
+
+    def pinned_max_bytes(self, capacity_bytes: int) -> int:
+        """Return how many bytes pins may protect."""
+        return int(capacity_bytes * self.rules.pinned_max_fraction)
 
     def _filled(self, sets: Sequence[SetInfo]) -> frozenset[int]:
         """Return the ids of the open sets of living engines. An open set of a killed engine can be evicted before a

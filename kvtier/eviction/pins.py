@@ -7,7 +7,7 @@ contain their records.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.index.base import Index, SetInfo
@@ -87,6 +87,12 @@ def _id(text: str) -> bytes:
     return value
 
 
+def meant(pin: Pin, held: Mapping[str, Collection[int]], sets: Iterable[SetInfo]) -> list[SetInfo]:
+    """Return those of `sets` that the pin names. held: see `protected_sets`."""
+    mine = [info for info in sets if info.namespace == pin.namespace]
+    return mine if pin.keys is None else [info for info in mine if info.set_id in held.get(pin.pin_id, ())]
+
+
 def protected_sets(
     sets: Sequence[SetInfo], pins: Sequence[Pin], held: Mapping[str, Collection[int]], max_bytes: int
 ) -> frozenset[int]:
@@ -98,11 +104,8 @@ def protected_sets(
     protected: set[int] = set()
     by_age = sorted(sets, key=lambda info: (info.created_s, info.set_id))
     for pin in pins:
-        for info in by_age:
-            if info.set_id in protected or info.namespace != pin.namespace:
-                continue
-            is_meant = pin.keys is None or info.set_id in held.get(pin.pin_id, ())
-            if is_meant and info.n_bytes <= left:
+        for info in meant(pin, held, by_age):
+            if info.set_id not in protected and info.n_bytes <= left:
                 protected.add(info.set_id)
                 left -= info.n_bytes
     return frozenset(protected)
