@@ -109,9 +109,9 @@ class EvictionChoice:
 
     def keep_quotas(self, quotas: Quotas) -> None:
         """Choose sets above each quota, which may have been lowered."""
-        for tenant in sorted(self.used.tenants):
+        for tenant in self.used.tenants:
             self._keep_tenant(tenant, quotas)
-        for namespace in sorted(self.used.namespaces):
+        for namespace in self.used.namespaces:
             self._keep_namespace(namespace, quotas)
 
     def _keep_tenant(self, tenant: str, quotas: Quotas, more_bytes: int = 0) -> bool:
@@ -163,12 +163,11 @@ class FutureTimes:
         used since, by now."""
         seen, found = {}, []
         for info in sets:
-            if max(info.created_s, info.used_s) > now_s + FUTURE_S:
+            if info.used_s > now_s + FUTURE_S:
                 before = self._seen.get(info.set_id)
-                is_known = before is not None and before.uses == info.uses
-                at_s = min(before.at_s, now_s) if before is not None and is_known else now_s
+                at_s = min(before.at_s, now_s) if before is not None and before.uses == info.uses else now_s
                 seen[info.set_id] = _Seen(info.uses, at_s)
-                info = replace(info, created_s=min(info.created_s, at_s), used_s=min(info.used_s, at_s))
+                info = replace(info, created_s=min(info.created_s, at_s), used_s=at_s)
             found.append(info)
         self._seen = seen
         return found

@@ -112,7 +112,7 @@ def _read_all(folder: Path) -> Iterator[tuple[Path, _Kept]]:
     place = folder / NOTES_FOLDER
     try:
         with folder_within(place) as opened:
-            names = sorted(name for name in os.listdir(opened) if name.endswith(_SUFFIX) and not name.startswith("."))
+            names = sorted(name for name in os.listdir(opened) if name.endswith(_SUFFIX))
             for name in names[:FILES_MAX]:
                 try:
                     kept = _parse(read_small(Path(name), opened))

@@ -15,6 +15,7 @@ from kvtier.eviction.pins import Pin, protected_sets, read_pins
 from kvtier.index.base import SetInfo
 
 A, B = b"a" * 16, b"b" * 16
+DEEP = b"[" * 100_000  # JSON that Python's parser refuses with RecursionError
 
 
 def info(set_id: int, used_s: float = 0.0, **changes: object) -> SetInfo:
@@ -127,6 +128,9 @@ def test_what_an_administrator_means() -> None:
     assert chosen(Selection(set_ids=frozenset({3, 4, 9}))) == [3, 4]
     assert chosen(Selection(n_bytes=10, set_ids=frozenset({3, 4}))) == [3]
     assert chosen(Selection(tenant="")) == [2, 4]
+    choice = EvictionChoice(sets, {1, 2})
+    choice.select(Selection(tenant="t"), now_s=100.0)
+    assert ids(choice.victims) == [3] and [(kept.info.set_id, kept.why) for kept in choice.kept] == [(1, "pinned")]
 
 
 # --- notes ---
@@ -144,11 +148,13 @@ def test_quotas_set_at_run_time_win(caplog: pytest.LogCaptureFixture) -> None:
             "quota/tenant/bad": b"{}",
             "quota/namespace/xyz": quota_value(1),
             "quota/tenant/worse": b'{"bytes": true}',
+            **{f"quota/tenant/{text[:14]!r}": text for text in (b'{"bytes": 7.5}', b'{"bytes": -1}', b"[]", DEEP)},
         }
     )
+    assert limits == Quotas(100, {}, {"t": 50, "u": 60}), "else a quota that was reset would stay"
     assert [changed.of_tenant(name) for name in ("t", "new", "u", "bad", "worse", "")] == [70, 0] + [None] * 4
     assert changed.of_namespace(A) == 100 and changed.of_namespace(B) is None
-    assert sum("is not a quota" in message for message in caplog.messages) == 3
+    assert sum("is not a quota" in message for message in caplog.messages) == 7
     assert (
         Quotas().are_none and Quotas(None, {A: None}, {"t": None}).are_none and not Quotas(None, {}, {"t": 0}).are_none
     )
@@ -162,8 +168,11 @@ def test_pins_are_read_the_oldest_first_and_not_when_they_expired(caplog: pytest
     ]
     notes = {pin.name: pin.pack() for pin in pins}
     notes |= {"pin/bad": b"x", "pin/list": b"[]", "pin/short": json.dumps({"namespace": 5}).encode()}
+    times: list[dict[str, object]] = [{"expires_s": 10**400}, {"expires_s": "x"}, {"created_s": "x"}]
+    wrong = [{}, {"namespace": "ab"}, *({"namespace": A.hex()} | one for one in times)]
+    notes |= {f"pin/{n}": text for n, text in enumerate([DEEP, *(json.dumps(one).encode() for one in wrong)])}
     assert read_pins(notes, 50.0) == [pins[1], pins[0]]
-    assert sum("is not a pin" in message for message in caplog.messages) == 3
+    assert sum("is not a pin" in message for message in caplog.messages) == 9
 
 
 def test_pins_protect_up_to_their_cap_older_ones_first() -> None:
@@ -175,6 +184,8 @@ def test_pins_protect_up_to_their_cap_older_ones_first() -> None:
     assert protected_sets(sets, [whole_b, key], held, 20) == {2, 3}
     assert protected_sets(sets, [key, whole_b], held, 20) == {4, 2}
     assert protected_sets(sets, [key], {}, 1000) == frozenset(), "what is pinned is not stored"
+    assert protected_sets(sets, [whole_b, replace(whole_b, pin_id="again"), key], held, 30) == {2, 3, 4}
+    assert protected_sets(sets[::-1], [whole_b], held, 10) == {2}, "the older of two sets"
 
 
 @given(

@@ -23,6 +23,8 @@ def test_a_set_used_in_the_future_was_used_when_it_was_seen_first() -> None:
         assert (info.created_s, info.used_s) == (NOW_S - 9.0, NOW_S)
     (info,) = times.corrected([made(1, NOW_S - 9.0, ahead_s, uses=1)], NOW_S + 7.0)
     assert info.used_s == NOW_S + 7.0, "it was used again"
+    (info,) = times.corrected([made(1, NOW_S - 9.0, ahead_s, uses=1)], NOW_S)
+    assert info.used_s == NOW_S, "the clock was set back"
     (info,) = times.corrected([made(2, ahead_s, ahead_s)], NOW_S)
     assert (info.created_s, info.used_s) == (NOW_S, NOW_S)
     plain = [made(3, NOW_S, NOW_S + FUTURE_S / 2), made(4, 1.0, 2.0)]

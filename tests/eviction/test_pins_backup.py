@@ -138,6 +138,11 @@ def test_strange_files_are_passed_over(tmp_path: Path, caplog: pytest.LogCapture
             '{"name": "worker/x", "value": "", "expires_s": null}',
             '{"name": "pin/1", "value": 5, "expires_s": null}',
             '{"name": "pin/1", "value": "{}", "expires_s": NaN}',
+            '{"name": "pin/1", "value": "{}", "expires_s": 1' + "0" * 400 + "}",
+            '{"name": 5, "value": "{}", "expires_s": null}',
+            '{"name": "pin/' + "1" * 200 + '", "value": "{}", "expires_s": null}',
+            '{"name": "pin/1", "expires_s": null}',
+            "[" * 100_000,
             "x" * 5,
         )
     ):
@@ -148,7 +153,7 @@ def test_strange_files_are_passed_over(tmp_path: Path, caplog: pytest.LogCapture
     for name in opened.index.notes("", opened.clock()):
         opened.index.drop_note(name)
     assert rebuild(opened)[1] == 3
-    assert sum("is ignored" in record.message for record in caplog.records) == 7
+    assert sum("is ignored" in record.message for record in caplog.records) == 12
     remove_leftovers(opened.root.folder, time.time() + 60)
     assert not list(folder.glob(".*"))
     opened.close()
@@ -162,7 +167,20 @@ def test_what_cannot_be_kept_is_not_set(tmp_path: Path, monkeypatch: pytest.Monk
         set_quota(opened, tenant_note("a"), 1 << 20)
     assert seen(opened) == ([], {})
     (opened.root.folder / NOTES_FOLDER).unlink()
+    (tmp_path / "others").mkdir()
+    (opened.root.folder / NOTES_FOLDER).symlink_to(tmp_path / "others")
+    with pytest.raises(TierUnavailable, match="is a link"):
+        set_quota(opened, tenant_note("a"), 1 << 20)
+    assert rebuild(opened) == (0, 0), "nothing is read through a link"
+    (opened.root.folder / NOTES_FOLDER).unlink()
     set_quota(opened, tenant_note("a"), 1 << 20)
+    (file,) = (opened.root.folder / NOTES_FOLDER).iterdir()
+    file.rename(tmp_path / "file")
+    file.mkdir()
+    with pytest.raises(TierUnavailable, match="nothing was changed"):
+        drop_quota(opened, tenant_note("a"))
+    file.rmdir()
+    (tmp_path / "file").rename(file)
 
     def down(*_: object) -> None:
         raise IndexUnavailable("gone")
