@@ -8,8 +8,9 @@ it has created the segment, not before: if the set is removed later than that, t
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from functools import partial
 
 from kvtier.codecs.base import slab_bytes
 from kvtier.errors import Corrupt, IndexUnavailable, TierUnavailable
@@ -153,11 +154,11 @@ class OwnSegments:
         with suppress(IndexUnavailable):  # the records stay for the next call
             if lease.take():
                 try:
-                    self._erase_all()
+                    self._erase_all(partial(lease.is_held_since, lease.lapses))
                 finally:
                     lease.release()
 
-    def _erase_all(self) -> None:
+    def _erase_all(self, is_held: Callable[[], bool]) -> None:
         records = []
         with suppress(IndexError):  # until it is empty; another thread may take records too
             while True:
@@ -171,22 +172,30 @@ class OwnSegments:
             is_erased = False
             with suppress(Corrupt):  # a rebuild reads no record of such a file
                 try:
-                    is_erased = not is_refused and self._erase(namespace, set_id, part, slots)
+                    is_erased = not is_refused and self._erase((namespace, set_id, part), slots, is_held)
                 except (IndexUnavailable, TierUnavailable):
                     is_refused = True
                 if not is_erased:
                     self.unpublished.extend((namespace, set_id, slot) for slot in slots)
 
-    def _erase(self, namespace: bytes, set_id: int, part: int, slots: Collection[int]) -> bool:
-        """Erase records of one file. Return False if the file is missing now and may come back.
+    def _erase(self, file: tuple[bytes, int, int], slots: Collection[int], is_held: Callable[[], bool]) -> bool:
+        """Erase records of one file: (namespace, set, part). Return False to try again later: the file is missing now
+        and may come back, or the lease has lapsed, and a rebuild may be about to publish the records.
 
         A record that a rebuild of the index has published is complete, and stays (I1).
         """
-        visible = {place.slot for _, place in self._worker.index.members(set_id) if place.part == part}
-        is_there = self._worker.files(namespace).erase(set_id, part, set(slots) - visible)
-        if is_there or not self._worker.files.sharing.may_be_away:
-            return True
-        return not self._worker.index.some_sets([set_id])
+        (namespace, set_id, part), index = file, self._worker.index
+        erased = set(slots) - {place.slot for _, place in index.members(set_id) if place.part == part}
+        if not is_held():
+            return False
+        is_there = self._worker.files(namespace).erase(set_id, part, erased)
+        if (
+            not is_held()
+        ):  # the storage took longer than the lease lasts: a rebuild may have published the records first
+            for key, place in index.members(set_id):
+                if place.part == part and place.slot in erased:
+                    index.retract(key, place)
+        return is_there or not self._worker.files.sharing.may_be_away or not index.some_sets([set_id])
 
     def _cut(self, files: SegmentFiles, set_id: int, written: Collection[Location]) -> None:
         used = slots_used(place for _, place in self._worker.index.members(set_id))
