@@ -45,7 +45,7 @@ class RankPlan:
     materialized_bytes: int
 
 
-def plans(folder: Path, tensor_size: int, dtype: str = AUTO) -> Iterator[RankPlan]:
+def plans(folder: Path, tensor_size: int, dtype: str) -> Iterator[RankPlan]:
     """Yield the figures of each rank's plan. dtype: as vLLM's --dtype.
 
     Raises ConfigError for a model that is not loaded by plans.

@@ -17,7 +17,7 @@ UNKNOWN = "-"
 WIDTH_MAX = 10_000  # width of tables that no terminal shows, columns: no cell is broken into lines
 
 
-def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
+def print_table(rows: Sequence[Sequence[str]], right: Collection[int]) -> None:
     """Print a table whose first row is the titles. right: numbers of the columns that are set to the right. A terminal
     folds cells that are too wide for it."""
     from rich.console import Console  # a tenth of a second, which programs that ask for JSON do not wait for

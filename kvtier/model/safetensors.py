@@ -45,9 +45,8 @@ class TensorEntry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Header of a file: offset of the tensors' bytes, and the tensors by name, in the order of their bytes."""
+    """Header of a file: the tensors by name, in the order of their bytes, and its texts."""
 
-    data_offset: int
     tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
 
@@ -102,7 +101,7 @@ def _parse(header: bytes, file_bytes: int | None) -> Header:
         end = entry.stop
     if file_bytes is not None and end != file_bytes:
         raise Corrupt(f"the tensors end at byte {end}, the file has {file_bytes} bytes")
-    return Header(begin, dict(entries), metadata)
+    return Header(dict(entries), metadata)
 
 
 def read_header(path: Path, *, is_whole: bool = True) -> Header:

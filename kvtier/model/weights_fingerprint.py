@@ -37,11 +37,12 @@ from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.namespace import canonical_text
 from kvtier.model.safetensors import header_size, parse_header
 from kvtier.model.shard_manifest import read_shard_manifest
-from kvtier.storage.atomic_files import replace_small
+from kvtier.storage.cache_folder import CacheFolder
 
 log = logging.getLogger("kvtier")
 
 RULE_VERSION = 1
+MAGIC = b"KVTFPRT1"  # of files with known answers, each of which is a cache key and the fingerprint
 SAMPLED = "sampled, embeddings whole"
 # Weights up to this size are hashed whole, bytes. 2 cores of an AMD EPYC hash 8 GiB/s from the page cache, so it
 # takes a second, or the time of the disk.
@@ -85,17 +86,16 @@ class _File:
 @dataclass(frozen=True, slots=True)
 class _Sampling:
     """Sampling plan. between: pages to sample between the first and the last of a tensor. whole: tensors read
-    whole, by file and first byte in its data."""
+    whole, by file and first byte."""
 
     between: int
     whole: frozenset[tuple[str, int]]
 
-    def pieces(self, name: str, begin: int, tensors: list[tuple[str, range]]) -> list[range]:
-        """Return the byte ranges to read of file `name`, whose data begins at byte `begin`."""
+    def pieces(self, name: str, tensors: list[tuple[str, range]]) -> list[range]:
+        """Return the byte ranges to read of file `name`."""
         found = []
         for _, part in tensors:
-            placed = range(begin + part.start, begin + part.stop)
-            found += [placed] if (name, part.start) in self.whole else sampled_pages(placed, self.between)
+            found += [part] if (name, part.start) in self.whole else sampled_pages(part, self.between)
         return found
 
 
@@ -209,17 +209,17 @@ def _choosing_indexes(folder: Path, weights: list[str]) -> list[str]:
 def _fingerprint(folder: Path, texts: list[str], weights: list[str], cache_dir: Path | None) -> str:
     try:
         files = [_stat(folder, name) for name in (*texts, *weights)]
-        entry = None if cache_dir is None else cache_dir / f"{_cache_key(files)}.json"
-        known = None if entry is None else _cached(entry)
-        if known is not None:
-            return known
+        cache, key = None if cache_dir is None else CacheFolder(cache_dir, "fingerprint", MAGIC), _cache_key(files)
+        known = None if cache is None else cache.get(key)
+        if known is not None and known.startswith(key.encode()):
+            return known[len(key) :].decode()
         fingerprint = _compute(files, set(texts))
         if [_stat(folder, name) for name in (*texts, *weights)] != files:
             raise ConfigError("model_tag", None, f"the files in {folder} change while they are read; {_SET_MODEL_TAG}")
     except OSError as error:
         raise ConfigError("model_tag", None, f"cannot read {folder}: {error}; {_SET_MODEL_TAG}") from None
-    if entry is not None:
-        _remember(entry, fingerprint)
+    if cache is not None:
+        cache.put(key, (key + fingerprint).encode())
     return fingerprint
 
 
@@ -283,7 +283,7 @@ def _add_weights(digest: blake3, file: _File, data: mmap.mmap, sampling: _Sampli
         pieces = [range(begin, len(data))]
     else:
         data.madvise(mmap.MADV_RANDOM)
-        pieces = sampling.pieces(file.name, begin, tensors)
+        pieces = sampling.pieces(file.name, tensors)
         for piece in pieces:  # all at once, so that the disk or server reads many at a time
             start = piece.start // mmap.PAGESIZE * mmap.PAGESIZE
             is_long = len(piece) > (SAMPLED_PAGES_BETWEEN_MAX + 2) * PAGE_BYTES  # Linux reads only a part ahead
@@ -308,7 +308,7 @@ def sampled_pages(part: range, between: int) -> list[range]:
 
 
 def _header(file: _File, data: mmap.mmap) -> tuple[int, list[tuple[str, range]]]:
-    """Return the offset of the data, and each tensor's name and bytes in it, in order. Raises ConfigError for a
+    """Return the offset of the data, and each tensor's name and bytes in the file, in order. Raises ConfigError for a
     malformed file."""
     try:
         begin = 8 + header_size(data[:8], len(data))
@@ -316,7 +316,7 @@ def _header(file: _File, data: mmap.mmap) -> tuple[int, list[tuple[str, range]]]
     except Corrupt as error:
         fix = f"{file.path} is not a whole safetensors file: {error}; get it again"
         raise ConfigError("model_tag", None, fix) from None
-    return begin, [(name, range(entry.start - begin, entry.stop - begin)) for name, entry in found.tensors.items()]
+    return begin, [(name, range(entry.start, entry.stop)) for name, entry in found.tensors.items()]
 
 
 def _add(digest: blake3, name: str, content: bytes) -> None:
@@ -349,26 +349,3 @@ def _cache_key(files: list[_File]) -> str:
         [[f.name, str(f.path), f.n_bytes, f.mtime_ns, f.ctime_ns, f.inode] for f in files],
     ]
     return blake3(canonical_text(facts).encode("ascii")).hexdigest()
-
-
-def _cached(entry: Path) -> str | None:
-    """Return an answer that this user stored; None if there is none, or an invalid one."""
-    try:
-        if entry.stat().st_uid != os.getuid():
-            return None
-        values = json.loads(entry.read_bytes())
-        fingerprint = values["fingerprint"]
-        is_whole = values["key"] == entry.stem and len(bytes.fromhex(fingerprint)) == 32
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return fingerprint if is_whole else None
-
-
-def _remember(entry: Path, fingerprint: str) -> None:
-    """Store an answer. A failure costs time at the next start and nothing else."""
-    try:
-        for folder in (entry.parent.parent, entry.parent):  # parents made by mkdir get the mode of the umask
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_small(entry, canonical_text({"key": entry.stem, "fingerprint": fingerprint}).encode())
-    except OSError as error:
-        log.info("cannot keep the fingerprint in %s: %s", entry.parent, error)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kvtier.errors import KVTierError
-from kvtier.weights.copies import ROW_BYTES, ROWS, Table, contiguous, pack
+from kvtier.weights.copies import ROW_BYTES, ROWS, Table, contiguous, extent_bytes, pack
 from kvtier.weights.reader import Sums, WeightReader
 
 CONVERTED_BYTES = 1 << 28  # most bytes of files that are read together for conversions
@@ -66,10 +66,7 @@ class Elements:
     @property
     def n_bytes(self) -> int:
         """Return the bytes from the first element to the end of the last."""
-        if 0 in self.shape:
-            return 0
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return (last + 1) * self.itemsize
+        return extent_bytes(self.shape, self.strides, self.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +144,7 @@ def convert(
     files: Sequence[Path],
     conversions: Iterable[Conversion],
     tensors: Sequence[torch.Tensor],
-    expected: Mapping[Path, Sums] | None = None,
+    expected: Mapping[Path, Sums] | None,
 ) -> None:
     """Read sources on the host and assign them to their parts of the targets. expected: as WeightReader.read."""
     for batch in _batches(conversions):
@@ -188,7 +185,7 @@ def _part_of(target: torch.Tensor, view: Elements) -> torch.Tensor:
 
 
 def read_views(
-    reader: WeightReader, files: Sequence[Path], views: Sequence[Elements], expected: Mapping[Path, Sums] | None = None
+    reader: WeightReader, files: Sequence[Path], views: Sequence[Elements], expected: Mapping[Path, Sums] | None
 ) -> list[torch.Tensor]:
     """Read the elements of files that views cover, and those between them, into new tensors on the host."""
     used = sorted({view.number for view in views if view.n_bytes})

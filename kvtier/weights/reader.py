@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import stat
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from kvtier.io import ranges
 from kvtier.io.ranges import RangeFailure, RangeProgress, RangeReader
 from kvtier.model.safetensors import header_size, read_header
 from kvtier.runtime.file_descriptors import close_file
-from kvtier.weights.copies import Copy, Table, check, contiguous, pack
+from kvtier.weights.copies import Copy, Table, check, contiguous, extent_bytes, pack
 from kvtier.weights.device_sums import DeviceSums, begin_sums
 
 Sums = npt.NDArray[np.uint64]  # of a file, one a block of ranges.BLOCK_BYTES
@@ -33,16 +32,14 @@ BUFFERED_SHARE = 0.8  # of a file in the page cache, from which on it is read th
 STALL_S = 120.0  # longest time without any new byte, seconds
 
 CHANGED = "the file was changed while it was read; load again"
-_CANNOT_READ = "it cannot be read: {}"
 
 
 @dataclass(frozen=True, slots=True)
 class ReadReport:
-    """Outcome of a read: bytes that landed in targets, bytes that were read for them, time, files read directly."""
+    """Outcome of a read: bytes that landed in targets, bytes that were read for them, files read directly."""
 
     bytes_landed: int
     bytes_read: int
-    seconds: float
     direct_files: int
 
 
@@ -79,9 +76,8 @@ class WeightReader:
         ValueError for copies that do not fit their targets, TierUnavailable where threads, memory or the device are
         missing.
         """
-        start_s = time.monotonic()
         table = copies if isinstance(copies, np.ndarray) else pack(copies)
-        check(table, len(files), np.array([extent(target) for target in targets], np.int64))
+        check(table, np.array([extent(target) for target in targets], np.int64))
         places = np.array([(target.data_ptr(), target.is_cuda) for target in targets], ranges.TARGET)
         # Blocks that are not read keep the checksum expected of them.
         found = {path: expected[path].copy() for path in files if path in expected} if expected else {}
@@ -93,7 +89,7 @@ class WeightReader:
         for path, sums in found.items():
             if expected is not None and not np.array_equal(sums, expected[path]):
                 raise damage(path, int(np.flatnonzero(sums != expected[path])[0]))
-        return replace(report, bytes_landed=landed, seconds=time.monotonic() - start_s)
+        return replace(report, bytes_landed=landed)
 
     def _run_summed(
         self,
@@ -139,7 +135,6 @@ class WeightReader:
         sums: Mapping[Path, Sums],
         on_device: DeviceSums | None = None,
     ) -> ReadReport:
-        start_s = time.monotonic()
         not_summed = on_device.blocks.by_file if on_device is not None else []
 
         def observe(done: RangeProgress) -> None:
@@ -164,12 +159,10 @@ class WeightReader:
                 found = sums[path].ctypes.data if path in sums else 0
                 rows.append((file.descriptor, size, found, skipped, file.is_cached))
             described = np.array(rows, ranges.FILE)
-            table = np.ascontiguousarray(table)
             result = reader.read(described, table, places, stall_s=STALL_S, progress=observe)
         if result.failure is not None:
             raise self._error(files, result.failure)
-        n_direct = sum(file.is_direct for file in opened)
-        return ReadReport(result.bytes_landed, result.bytes_read, time.monotonic() - start_s, n_direct)
+        return ReadReport(result.bytes_landed, result.bytes_read, sum(file.is_direct for file in opened))
 
     def _error(self, files: Sequence[Path], failure: RangeFailure) -> WeightsUnreadable | TierUnavailable:
         if failure.error in (errno.EREMOTEIO, errno.ENOMEM):
@@ -177,7 +170,7 @@ class WeightReader:
         if failure.error == errno.ETIMEDOUT:
             return WeightsUnreadable(files[0].parent, None, f"no byte came for {STALL_S:g} s; check the storage")
         reason = "the file ends here, too early" if failure.error == errno.ENODATA else os.strerror(failure.error)
-        return WeightsUnreadable(files[failure.file], failure.offset, _CANNOT_READ.format(reason))
+        return WeightsUnreadable(files[failure.file], failure.offset, f"it cannot be read: {reason}")
 
     def prepare(self, device: torch.device) -> None:
         """Begin to pin the buffers for a CUDA device, while headers are read or a model is built. Raises as `read`."""
@@ -219,12 +212,7 @@ class WeightReader:
 
 def extent(tensor: torch.Tensor) -> int:
     """Return the bytes from a tensor's first element to the end of its last."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
-    if tensor.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+    return extent_bytes(tensor.shape, tensor.stride(), tensor.element_size())
 
 
 class OpenWeightFile(NamedTuple):

@@ -192,10 +192,8 @@ class ShardFolder:
                 shutil.copyfile(entry, self._folder / entry.name)
         for name in module_folders(source):
             _copy_folder(source / name, self._folder / name)
-        if is_untied:
-            _untie(self._folder / "config.json")
-        if gptq_layers:
-            _name_gptq_layers(self._folder / "config.json", gptq_layers)
+        if is_untied or gptq_layers:
+            _adapt_config(self._folder / "config.json", is_untied, gptq_layers)
         sums = {path: self._sums[path] for path in (self._folder / name for name in self._files)}
         _write(self._folder / checksums.MANIFEST, [checksums.content_of(sums)])
         own = shards_fingerprint(self._folder)
@@ -329,22 +327,18 @@ def _copy_folder(source: Path, target: Path) -> None:
             shutil.copyfile(entry, target / entry.name)
 
 
-def _untie(path: Path) -> None:
-    """Write into a config.json that the model's head is not its embeddings."""
+def _adapt_config(path: Path, is_untied: bool, gptq_layers: Sequence[str]) -> None:
+    """Write into a config.json that the model's head is not its embeddings, and which layers are quantized with GPTQ,
+    unless it says so."""
     config = json.loads(path.read_text())
     for part in (config, *config.values()):
-        if isinstance(part, dict) and (part is config or "tie_word_embeddings" in part):
+        if not isinstance(part, dict):
+            continue
+        if is_untied and (part is config or "tie_word_embeddings" in part):
             part["tie_word_embeddings"] = False
-    path.write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _name_gptq_layers(path: Path, layers: Sequence[str]) -> None:
-    """Write into a config.json which layers are quantized with GPTQ, unless it says so."""
-    config = json.loads(path.read_text())
-    for part in (config, *config.values()):
-        found = part.get("quantization_config") if isinstance(part, dict) else None
-        if isinstance(found, dict):
-            found[GPTQ_LAYERS] = found.get(GPTQ_LAYERS) or list(layers)
+        found = part.get("quantization_config")
+        if gptq_layers and isinstance(found, dict):
+            found[GPTQ_LAYERS] = found.get(GPTQ_LAYERS) or list(gptq_layers)
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -68,8 +68,9 @@ def test_a_manifest_that_cannot_be_read_is_named(file: Path) -> None:
         manifest.of_files([file])
 
 
-def test_a_flipped_byte_of_the_header_is_noticed(file: Path) -> None:
-    flip(file, 20)
+@pytest.mark.parametrize("offset", [5, 20], ids=["length", "text"])
+def test_a_flipped_byte_of_the_header_is_noticed(file: Path, offset: int) -> None:
+    flip(file, offset)
     with pytest.raises(WeightsDamaged):
         read(file, [contiguous(0, 0, 100, 0)])
 

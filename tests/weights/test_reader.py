@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.errors import WeightsUnreadable
+from kvtier.errors import TierUnavailable, WeightsUnreadable
 from kvtier.io import ranges
-from kvtier.io.ranges import RangeReader
+from kvtier.io.ranges import RangeFailure, RangeReader, RangeResult
 from kvtier.storage.segments import direct_io_works
 from kvtier.weights.copies import Copy, contiguous
 from kvtier.weights.reader import WeightReader
@@ -77,7 +77,9 @@ def test_a_strided_target_is_addressed_from_its_first_element(files: list[Path])
 
 def test_nothing_to_read(files: list[Path]) -> None:
     assert WeightReader().read(files, [], []).bytes_landed == 0
-    assert WeightReader().read([], [], []).bytes_read == 0
+    with WeightReader() as reader:
+        assert reader.read([], [], []).bytes_read == 0
+    assert reader.read([], [], []).bytes_read == 0  # buffers are made again
 
 
 @pytest.mark.parametrize(
@@ -141,6 +143,59 @@ def test_an_error_of_the_storage_is_named() -> None:
     with pytest.raises(WeightsUnreadable, match="at byte 0: it cannot be read: Input/output error") as caught:
         WeightReader().read([Path("/proc/self/mem")], [contiguous(0, 0, 10, 0)], [torch.zeros(10, dtype=torch.uint8)])
     assert caught.value.offset == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (errno.ETIMEDOUT, WeightsUnreadable, "no byte came for 120 s"),
+        (errno.EREMOTEIO, TierUnavailable, "weights cannot be moved: CUDA said so"),
+        (errno.ENOMEM, TierUnavailable, "weights cannot be moved: CUDA said so"),
+    ],
+)
+def test_other_failures_are_named(
+    files: list[Path], error: int, kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = RangeResult(0, 0, RangeFailure(error, 0, 0, "CUDA said so"))
+    monkeypatch.setattr(RangeReader, "read", lambda *_, **__: result)
+    with pytest.raises(kind, match=said):
+        WeightReader().read(files, [contiguous(0, 0, 10, 0)], [torch.zeros(10, dtype=torch.uint8)])
+
+
+@pytest.mark.parametrize("refused", ["open", "preadv", "nothing"])
+def test_a_file_system_without_direct_io(files: list[Path], refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some refuse O_DIRECT when a file is opened, some when it is read. No descriptor is left open."""
+    call = getattr(os, refused, None)
+
+    def refuse(target: Any, value: Any, *rest: Any) -> Any:
+        if refused == "preadv" or value & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        assert call is not None
+        return call(target, value, *rest)
+
+    target = torch.zeros(5000, dtype=torch.uint8)
+    monkeypatch.setattr(ranges, "resident_share", lambda *_: 0.0)
+    if call is not None:
+        monkeypatch.setattr(os, refused, refuse)
+    report = WeightReader().read(files, [contiguous(1, 0, 5000, 0)], [target])
+    assert bytes(target.numpy()) == files[1].read_bytes()[:5000]
+    assert report.direct_files == (2 if call is None and direct_io_works(files[0].parent) else 0)
+    assert not [link for link in Path("/proc/self/fd").iterdir() if link.resolve() in files]
+
+
+@pytest.mark.parametrize("flag", [0, os.O_DIRECT])
+def test_a_file_that_cannot_be_opened_is_named(files: list[Path], flag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = os.open
+
+    def refuse(target: Any, flags: int, *rest: Any) -> int:
+        if flags & os.O_DIRECT == flag:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return call(target, flags, *rest)
+
+    monkeypatch.setattr(ranges, "resident_share", lambda *_: 0.0)
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(WeightsUnreadable, match="a: it cannot be opened: Too many open files"):
+        WeightReader().read(files, [contiguous(0, 0, 10, 0)], [torch.zeros(10, dtype=torch.uint8)])
 
 
 def test_files_in_the_page_cache_are_read_through_it(tmp_path: Path) -> None:

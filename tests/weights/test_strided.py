@@ -51,7 +51,7 @@ def test_the_copies_do_what_torch_does(source: torch.Tensor, order: list[int], p
     assert sum(copy.rows * copy.row_bytes for copy in copies) == source.numel() * source.element_size()
     file = torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage()).numpy()
     memory = torch.empty(0, dtype=torch.uint8).set_(wide.untyped_storage()).numpy()
-    check(pack(copies), 1, np.array([extent(wide)]))
+    check(pack(copies), np.array([extent(wide)]))
     for copy in copies:
         for row in range(copy.rows):
             here, there = copy.offset + row * copy.source_pitch, copy.target_offset + row * copy.target_pitch
@@ -87,3 +87,12 @@ def test_overlaps() -> None:
     assert overlapping([rows(0, 8, 16), rows(8, 8, 24)])
     assert not overlapping([rows(0, 16, 16), rows(64, 16, 16)])
     assert overlapping([rows(0, 16, 16), rows(63, 16, 16)])
+
+
+def test_a_row_that_crosses_into_the_next_column_overlaps() -> None:
+    """Bytes 8 to 11 of each 10 are the last two of a row, and the first two of the one below."""
+    assert overlapping([Copy(0, 0, 3, 4, 4, 0, 8, 10), Copy(0, 0, 3, 3, 3, 0, 10, 10)])
+
+
+def test_an_empty_view_has_no_copies() -> None:
+    assert copies_between((0, 3), (0, 0, (6, 2)), (0, 0, (6, 2)), 2) == []
