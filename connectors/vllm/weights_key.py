@@ -16,7 +16,8 @@ from vllm.distributed import parallel_state
 from kvtier.model.safetensors import header_size
 from kvtier.weights.plan_cache import plan_key
 
-GROUPS = ("_TP", "_PP", "_DP", "_EP", "_PCP", "_DCP")  # vLLM's groups of ranks, by their names in parallel_state
+# vLLM's groups of ranks, by their names in parallel_state. From 0.32 on, tables of n-grams have groups of their own.
+GROUPS = ("_TP", "_PP", "_DP", "_EP", "_PCP", "_DCP", "_ETP", "_ENGRAM_DP")
 EXPERTS = ("enable_expert_parallel", "enable_eplb", "eplb_config", "expert_placement_strategy")  # of ParallelConfig
 MAP_ELEMENTS_MAX = 1 << 16  # longest map of experts, elements
 
@@ -41,6 +42,7 @@ def key_of(
         "quantization": [str(model_config.quantization), repr(getattr(model_config, "quantization_config", None))],
         "experts": [repr(getattr(config.parallel_config, name, None)) for name in EXPERTS],
         "lora": repr(config.lora_config),
+        "engram": repr(getattr(config, "engram_config", None)),
         "environment": sorted((name, repr(value)) for name, value in vllm.envs.compile_factors().items()),
         # vLLM builds a model that is set to take no images without its vision tower.
         "tensors": [name for name, _ in tensors],

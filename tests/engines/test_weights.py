@@ -14,12 +14,16 @@ import torch
 
 pytest.importorskip("vllm")
 
+import vllm
+import vllm.envs
 from safetensors.torch import load_file, save_file
 from vllm.config import LoadConfig
+from vllm.distributed import parallel_state
 from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from kvtier.connectors.vllm import weights_key
 from kvtier.connectors.vllm.weights_key import key_of
 from kvtier.connectors.vllm.weights_loader import KvtierModelLoader, everything, reason_for_tensors
 from kvtier.connectors.vllm.weights_ranks import as_rank, build_model, engine_config
@@ -318,6 +322,53 @@ def test_a_model_without_some_parameters_has_a_plan_of_its_own(llama: Any) -> No
     whole, part = fresh_model(config), fresh_model(config)
     part.model.layers[1].mlp.down_proj.weight = None
     assert key(whole) == key(fresh_model(config)) != key(part)
+
+
+def test_each_fact_has_a_plan_of_its_own(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any of these may make the same files fill the same parameters in another way."""
+    config, _ = llama
+    model, model_config, parallel = fresh_model(config), config.model_config, config.parallel_config
+    file, source = tmp_path / "model.safetensors", tmp_path / "source.py"
+    source.touch()
+    experts = {"map": [0, 1]}
+
+    def key(is_tracked: bool | None = None) -> str:
+        maps = [(name, torch.tensor(value, dtype=torch.int32)) for name, value in experts.items()]
+        return key_of(model, maps, model_config, [file], is_tracked)
+
+    save_file({"w": torch.zeros(4)}, file)
+    keys = [key(), key(True), key(False)]
+    group = SimpleNamespace(rank_in_group=1, world_size=2)
+    facts = [
+        (vllm, "__version__", "0"),
+        (torch, "__version__", "0"),
+        (weights_key.inspect, "getfile", lambda kind: str(source)),
+        (model, "__class__", type("Other", (type(model),), {"__module__": type(model).__module__})),
+        (model_config.hf_config, "head_dim", 7),
+        (model_config, "dtype", torch.float16),
+        (model_config, "quantization", "fp8"),
+        (model_config, "quantization_config", {}),
+        *((parallel, name, "other") for name in weights_key.EXPERTS),
+        (config, "lora_config", "other"),
+        (config, "engram_config", "other"),
+        (vllm.envs, "compile_factors", dict),
+        *((parallel_state, name, group) for name in weights_key.GROUPS),
+    ]
+    for owner, name, value in facts:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value, raising=False)
+            keys.append(key())
+    os.utime(source, (1, 1))
+    monkeypatch.setattr(weights_key.inspect, "getfile", lambda kind: str(source))
+    keys.append(key())
+    experts["map"] = [1, 0]
+    keys.append(key())
+    for tensors in ({"w": torch.zeros(5)}, {"x": torch.zeros(5)}):
+        save_file(tensors, file)
+        keys.append(key())
+    file = file.rename(tmp_path / "other.safetensors")
+    keys.append(key())
+    assert len(set(keys)) == len(keys)
 
 
 def test_a_further_source_in_the_same_folder(llama: Any, caplog: Any, tmp_path: Path) -> None:
