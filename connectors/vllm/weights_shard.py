@@ -14,6 +14,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from kvtier.connectors.vllm.weights_loader import (
     KvtierModelLoader,
+    PlannedLoad,
     everything,
     notes_in,
     reason_for_tensors,
@@ -24,7 +25,7 @@ from kvtier.connectors.vllm.weights_ranks import as_rank, build_model, engine_co
 from kvtier.errors import ConfigError
 from kvtier.model.shard_manifest import ShardManifest, read_shard_manifest
 from kvtier.model.weights_fingerprint import weights_fingerprint
-from kvtier.weights.copies import OFFSET, ROW_BYTES, ROWS, SOURCE_PITCH
+from kvtier.weights.copies import OFFSET, ROW_BYTES, ROWS, SOURCE_PITCH, pack
 from kvtier.weights.plan import WeightPlan
 from kvtier.weights.reader import WeightReader
 from kvtier.weights.shards import GPTQ_LAYERS, RankState, ShardFolder, locked_folder
@@ -128,13 +129,11 @@ def _rank_state(rank: int, config: Any, reader: WeightReader) -> RankState:
         if reason_for_tensors(model, list(everything(model)), config.model_config):
             raise ConfigError("model", config.model_config.model, f"it cannot be sharded: {loader.why}")
         DefaultModelLoader(LoadConfig(use_tqdm_on_load=False)).load_weights(model, config.model_config)
-        state = RankState(rank, state_of(model), WeightPlan.empty(), [], {})
-    else:
-        state = RankState(rank, state_of(model), planned.plan, planned.targets, planned.expected)
+        planned = PlannedLoad(WeightPlan((), (), pack([])), [], {}, "vLLM's own loader")
     if changed := dict(before.items() ^ notes_in(model).items()):
         fix = f"it cannot be sharded: vLLM's loaders change more of it than bytes ({min(changed)}); start the engine"
         raise ConfigError("model", config.model_config.model, f"{fix} with this folder and --load-format kvtier")
-    return state
+    return RankState(rank, state_of(model), planned.plan, planned.targets, planned.expected)
 
 
 def _config(folder: Path, tensor_size: int, dtype: str) -> Any:

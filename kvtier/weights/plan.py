@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kvtier.errors import KVTierError
-from kvtier.weights.copies import ROW_BYTES, ROWS, Table, contiguous, extent_bytes, pack
+from kvtier.weights.copies import ROW_BYTES, ROWS, Table, contiguous, extent_bytes
 from kvtier.weights.reader import Sums, WeightReader
 
 CONVERTED_BYTES = 1 << 28  # most bytes of files that are read together for conversions
@@ -100,11 +100,6 @@ class WeightPlan:
     fills: tuple[Fill, ...] = ()
     materialized_bytes: int = 0
     is_replayable: bool = True
-
-    @classmethod
-    def empty(cls) -> WeightPlan:
-        """Return a plan that loads nothing."""
-        return cls((), (), pack([]))
 
     @property
     def n_bytes(self) -> int:

@@ -18,6 +18,7 @@ from kvtier.connectors.vllm.weights_trace import LoadTrace, TraceRefused
 from kvtier.errors import WeightsDamaged
 from kvtier.model.safetensors import read_header
 from kvtier.weights import plan as plan_module
+from kvtier.weights.copies import pack
 from kvtier.weights.plan import WeightPlan
 from kvtier.weights.reader import WeightReader
 
@@ -193,7 +194,7 @@ def test_what_is_read_on_the_host_is_compared_too(load: Loaded, checkpoint: Path
         with pytest.raises(WeightsDamaged):
             with LoadTrace({checkpoint: read_header(checkpoint)}, found.items(), reader, damaged) as trace:
                 load(found, dict(trace.checkpoint(checkpoint)))
-            only_converted = dataclasses.replace(trace.plan(), copies=WeightPlan.empty().copies)
+            only_converted = dataclasses.replace(trace.plan(), copies=pack([]))
             only_converted.load(reader, trace.tensors, damaged)
 
 
