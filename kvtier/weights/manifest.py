@@ -19,16 +19,14 @@ VERSION = 1
 MANIFEST_BYTES_MAX = 1 << 30  # of a file that is read
 
 
-def write(folder: Path, files: Sequence[Path], reader: WeightReader) -> dict[Path, Sums]:
+def write(folder: Path, files: Sequence[Path], reader: WeightReader) -> None:
     """Read the files whole and replace the folder's manifest by their checksums, after all were read.
 
     Who may read the first of the files may read the manifest.
     """
-    sums = reader.sums(files)
-    replace_small(folder / MANIFEST, content_of(sums))
+    replace_small(folder / MANIFEST, content_of(reader.sums(files)))
     with suppress(OSError):  # some FUSE file systems have no modes of files
         shutil.copymode(files[0], folder / MANIFEST)  # engines of other users load the files too
-    return sums
 
 
 def content_of(sums: Mapping[Path, Sums]) -> bytes:
