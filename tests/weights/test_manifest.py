@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,15 @@ def test_a_manifest_that_is_damaged_is_refused(file: Path, key: str, value: obje
         manifest.read(file.parent)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"version": 1}'])
+@pytest.mark.parametrize("files", [[], {"model.safetensors": {"bytes": 5 << 20, "sums": "00" * 8}}])
+def test_a_digest_does_not_make_a_manifest_sound(file: Path, files: Any) -> None:
+    path = file.parent / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"files": files, "digest": manifest._digest(files)}))
+    with pytest.raises(Corrupt, match="no attribute 'items'|1 checksums for 5242880 bytes"):
+        manifest.read(file.parent)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"version": 1}', b"[" * 100_000])
 def test_no_manifest_at_all(file: Path, content: bytes) -> None:
     (file.parent / MANIFEST).write_bytes(content)
     with pytest.raises(Corrupt):
