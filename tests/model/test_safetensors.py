@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 
 from kvtier.errors import Corrupt
-from kvtier.model.safetensors import DTYPE_BITS, HEADER_BYTES_MAX, Header, header_size, parse_header, read_header
+from kvtier.model.safetensors import (
+    DTYPE_BITS,
+    HEADER_BYTES_MAX,
+    INDEX,
+    Header,
+    header_size,
+    parse_header,
+    read_header,
+    read_index,
+)
 
 
 def file_of(header: object, n_bytes: int, pad: int = 0) -> bytes:
@@ -135,6 +144,7 @@ LIES: dict[str, tuple[object, int]] = {
     "nothing": (b"", 0),
     "nested bomb": (b'{"a":' + b"[" * 1_000_000, 0),
     "number bomb": (b'{"a":{"dtype":"U8","shape":[' + b"9" * 1_000_000 + b'],"data_offsets":[0,1]}}', 1),
+    "NaN beside": (b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":NaN}}', 1),
     "infinity": (b'{"a":{"dtype":"U8","shape":[Infinity],"data_offsets":[0,1]}}', 1),
 }
 
@@ -190,3 +200,22 @@ def test_offsets_count_from_the_beginning_of_the_file(tmp_path: Path) -> None:
         ("a", ("BF16", (2, 3), begin, begin + 12)),
         ("b", ("F32", (), begin + 12, begin + 16)),
     ]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"weight_map": []}',
+        b'{"weight_map": {}, "metadata": []}',
+        b'{"weight_map": {"a": "' + b"x" * 256 + b'"}}',
+        b"[" * 100_000,
+    ],
+)
+def test_an_index_that_is_malformed(tmp_path: Path, content: bytes) -> None:
+    assert read_index(tmp_path) == {}
+    (tmp_path / INDEX).write_bytes(content)
+    with pytest.raises(Corrupt, match="not an index of safetensors files"):
+        read_index(tmp_path)
