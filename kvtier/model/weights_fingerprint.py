@@ -210,9 +210,9 @@ def _fingerprint(folder: Path, texts: list[str], weights: list[str], cache_dir: 
     try:
         files = [_stat(folder, name) for name in (*texts, *weights)]
         cache, key = None if cache_dir is None else CacheFolder(cache_dir, "fingerprint", MAGIC), _cache_key(files)
-        known = None if cache is None else cache.get(key)
-        if known is not None and known.startswith(key.encode()):
-            return known[len(key) :].decode()
+        known = None if cache is None else _known(cache, key)
+        if known is not None:
+            return known
         fingerprint = _compute(files, set(texts))
         if [_stat(folder, name) for name in (*texts, *weights)] != files:
             raise ConfigError("model_tag", None, f"the files in {folder} change while they are read; {_SET_MODEL_TAG}")
@@ -349,3 +349,9 @@ def _cache_key(files: list[_File]) -> str:
         [[f.name, str(f.path), f.n_bytes, f.mtime_ns, f.ctime_ns, f.inode] for f in files],
     ]
     return blake3(canonical_text(facts).encode("ascii")).hexdigest()
+
+
+def _known(cache: CacheFolder, key: str) -> str | None:
+    """Return an answer that this user stored; None if there is none, or only one of another key."""
+    found = re.fullmatch(key.encode() + rb"([0-9a-f]{64})", cache.get(key) or b"")
+    return found[1].decode() if found else None

@@ -21,9 +21,10 @@ from kvtier.io.calibration import Calibration, _read
 from kvtier.io.engines import EngineChoice
 from kvtier.maintenance.sweeper import SWEPT_NOTE, Sweeper
 from kvtier.model.config_json import read_model
-from kvtier.model.weights_fingerprint import _cached, config_fingerprint, weights_fingerprint
+from kvtier.model.weights_fingerprint import MAGIC, _known, config_fingerprint, weights_fingerprint
 from kvtier.planner.model_weights import INDEX, read_weights
 from kvtier.scheduler.engine_report import WorkerReport
+from kvtier.storage.cache_folder import CacheFolder
 from kvtier.storage.root import NAMESPACE_FILE, read_namespace
 from kvtier.storage.root_owner import read_owner
 from tests.fuzz.formats import INFO
@@ -104,7 +105,11 @@ def calibration_file(data: bytes, folder: Path) -> None:
 
 
 def fingerprint_cache(data: bytes, folder: Path) -> None:
-    found = _cached(_put(folder, "abc", data))
+    cache = CacheFolder(folder, "fingerprint", MAGIC)
+    _put(folder, "abc.fingerprint", data)
+    assert _known(cache, "abc") is None
+    cache.put("abc", data)  # whole, as the user's own processes may write anything
+    found = _known(cache, "abc")
     assert found is None or len(found) == 64
 
 
@@ -239,7 +244,7 @@ SEEDS = {
         {"node": {"host": "here", "machine": "5d1c"}, "index_path": None},
     ),
     "calibration_file": _json({"key": KEY, "made_s": 999.0, "calibration": CALIBRATION.to_json()}),
-    "fingerprint_cache": _json({"key": "abc", "fingerprint": "ab" * 32}),
+    "fingerprint_cache": [b"abc" + b"ab" * 32],
     "safetensors_header": _json(TENSORS),
     "safetensors_index": _json({"metadata": {"total_size": 64}, "weight_map": {"model.layers.0.w": "a.safetensors"}}),
     "model_config": _json(MODEL, MOE, LATENT, {"model_type": "llava", "text_config": MODEL}),
