@@ -18,10 +18,11 @@ from kvtier.index.memory import MemoryIndex
 from kvtier.io.ring import WriteOp
 from kvtier.maintenance.scrub import verify
 from kvtier.maintenance.sweeper import ORPHAN_GRACE_S, Sweeper
-from kvtier.model.weights_fingerprint import _remember
+from kvtier.model.weights_fingerprint import MAGIC
 from kvtier.plan import SaveChunk, SavePlan
 from kvtier.storage import root_owner
 from kvtier.storage.atomic_files import create_once, read_small
+from kvtier.storage.cache_folder import CacheFolder
 from kvtier.storage.root import NAMESPACE_FILE, find_root, namespace_folders, open_namespace, open_root, segments_bytes
 from kvtier.storage.segments import SegmentFiles, direct_io_works, parse_segment_name, segment_name
 from kvtier.worker.own_segments import OwnSegments
@@ -67,7 +68,7 @@ def test_all_that_is_made_is_its_users_alone(tmp_path: Path, monkeypatch: pytest
         seen = {path: path.lstat() for path in (tmp_path / "kv").rglob("*")}
         engine.close()
         create_once(root_owner.private_folder() / "kept", b"x")
-        _remember(root_owner.private_folder() / "fingerprints" / "0a", "0" * 64)
+        CacheFolder(root_owner.private_folder() / "fingerprints", "fingerprint", MAGIC).put("0a", b"0" * 64)
     finally:
         os.umask(before)
     seen |= {path: path.lstat() for place in ("kv", "var") for path in (tmp_path / place).rglob("*")}
