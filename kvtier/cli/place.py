@@ -11,7 +11,7 @@ Capacity, quotas, tenants and a Redis index are in the settings alone, so comman
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.admin.opened import Opened, open_for_admin, opened
+from kvtier.admin.stats import read_reports
 from kvtier.cli.root import readable_index
 from kvtier.config.kv_transfer import ROOT_VARIABLE
 from kvtier.config.settings import Settings, has_root_variable
@@ -35,11 +36,13 @@ SETTINGS_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
 @dataclass(frozen=True)
 class CommandTarget:
-    """Target of a command: settings and root. is_bare: only a folder was named, without settings."""
+    """Target of a command: settings and root. is_bare: only a folder was named, without settings. is_measured: the
+    capacity is none that was set, but a share of the disk."""
 
     settings: Settings
     root: Root
     is_bare: bool
+    is_measured: bool = False
 
 
 def path_argument(text: str) -> Path:
@@ -94,7 +97,7 @@ def find_place(path: Path | None, config: Path | None) -> CommandTarget:
             if fault.key != "root" or fault.value is not None:
                 raise
             raise ConfigError("root", None, f"{fault.fix}; or name the root, or its settings file, as PATH") from None
-        return CommandTarget(settings, find_root(settings.root), False)
+        return CommandTarget(settings, find_root(settings.root), False, _is_measured(config, _load(config, {})))
     refuse_missing_file(path)
     root = find_root(path)
     settings = _load(config, {"root": str(root.path)})
@@ -124,14 +127,27 @@ def deployment(
     if not (reads and is_read_only(place.root)):
         with closing(open_for_admin(place.settings)) as found:
             _say_if_partial(found.index, place.root)
-            yield found
+            yield _with_capacity_of_engines(place, found)
     elif place.settings.index.kind == "redis" and place.root.root_id:
         with closing(open_index(place.settings, place.root)) as index:
             _say_if_partial(index, place.root)
-            yield opened(place.settings, place.root, index)
+            yield _with_capacity_of_engines(place, opened(place.settings, place.root, index))
     else:
         with readable_index(place.root) as index:
-            yield opened(place.settings, place.root, index)
+            yield _with_capacity_of_engines(place, opened(place.settings, place.root, index))
+
+
+def _with_capacity_of_engines(place: CommandTarget, found: Opened) -> Opened:
+    """Return `found` with the capacity that living engines report, in place of a measured one: the engines measured
+    theirs when they started, and other files have taken or freed space since. Raises IndexUnavailable."""
+    if not place.is_measured:
+        return found
+    reports, _ = read_reports(found, found.clock())
+    reported = [report.capacity_bytes for report in reports if report.capacity_bytes is not None]
+    if not reported:
+        return found
+    # Each engine evicts what is above its own capacity, so the least of them counts.
+    return replace(found, settings=found.settings.model_copy(update={"capacity_bytes": min(reported)}))
 
 
 def _say_if_partial(index: Index, root: Root) -> None:
@@ -145,10 +161,15 @@ def load_settings(config: Path | None, *, needs_room: bool = True) -> Settings:
     have the capacity of an engine that was started with this variable alone. needs_room: refuse a disk that is full of
     other files, as an engine is. Raises ConfigError."""
     settings = _load(config, {})
-    if config is not None or not has_root_variable():
+    if not _is_measured(config, settings):
         return settings
     measure = partial(with_default_capacity, settings, needs_room=needs_room)
     return in_time(settings.root, "measuring its free space", measure)
+
+
+def _is_measured(config: Path | None, settings: Settings) -> bool:
+    """Return True if the capacity of these settings, read from `config` or the environment, is a share of the disk."""
+    return config is None and has_root_variable() and "capacity_bytes" not in settings.model_fields_set
 
 
 def _load(config: Path | None, overrides: dict[str, Any]) -> Settings:

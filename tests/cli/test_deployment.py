@@ -99,6 +99,17 @@ def test_the_root_variable_alone_is_a_deployment(config: Path, monkeypatch: pyte
     assert cli.json("stats")["capacity"]["capacity_bytes"] == CAPACITY
 
 
+def test_a_running_engine_knows_the_capacity(config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    """The disk that it measured at its start has filled since: stats showed the tier as more than full."""
+    report(config, capacity_bytes=CAPACITY)
+    monkeypatch.setenv("KVTIER_ROOT", str(root_of(config)))
+    monkeypatch.setenv("KVTIER_SEGMENT_BYTES", "1MiB")
+    assert cli.json("stats")["capacity"]["capacity_bytes"] == CAPACITY
+    assert f"of at most {CAPACITY >> 21}.0 MiB" in cli.printed("pin")
+    monkeypatch.setenv("KVTIER_CAPACITY_BYTES", str(2 * CAPACITY))
+    assert cli.json("stats")["capacity"]["capacity_bytes"] == 2 * CAPACITY, "what is set counts"
+
+
 def test_looking_makes_no_root(tmp_path: Path, cli: Cli) -> None:
     config = tmp_path / "kvtier.yaml"
     config.write_text(f"root: {tmp_path / 'kv'}\n")
@@ -140,7 +151,7 @@ def test_stats_of_a_folder_shows_its_engines(config: Path, cli: Cli) -> None:
     assert cli.json("stats", str(root_of(config)))["workers"][0]["report"]["host"] == "gpu-01"
 
 
-def report(config: Path) -> None:
+def report(config: Path, capacity_bytes: int | None = None) -> None:
     """Leaves a note as an engine does."""
     index = LmdbIndex(str(root_of(config) / "v2" / "index"))
     index.bind(root_of(config) / "v2")
@@ -156,6 +167,7 @@ def report(config: Path) -> None:
         engine="vllm",
         engine_version="0.32.0",
         model="a-model",
+        capacity_bytes=capacity_bytes,
         namespace=namespace_of(config),
         ranks=2,
         started_s=now - 60,
