@@ -45,7 +45,7 @@ def pin(
     has_prompt = given.is_given(ctx)
     if namespace is None:
         if has_prompt:
-            raise NotDone("a prefix is one of a namespace: add --namespace")
+            raise NotDone("a prefix belongs to a namespace: add --namespace")
         if label or ttl_s is not None:
             raise NotDone("this says how long to pin, or what for, but not what: add --namespace")
         with deployment(path, config, reads=True) as opened:
