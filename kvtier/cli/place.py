@@ -36,8 +36,8 @@ SETTINGS_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
 @dataclass(frozen=True)
 class CommandTarget:
-    """Target of a command: settings and root. is_bare: only a folder was named, without settings. is_measured: the
-    capacity is none that was set, but a share of the disk."""
+    """Target of a command: settings and root. is_bare: only a folder was named, without settings. is_measured: no
+    capacity was set, so it is a share of the disk."""
 
     settings: Settings
     root: Root

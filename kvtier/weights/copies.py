@@ -47,7 +47,7 @@ def pack(copies: Sequence[Copy]) -> Table:
 
 
 def check(table: Table, target_bytes: npt.NDArray[np.int64]) -> None:
-    """Raise ValueError with the first copy that does not fit its target. Native code refuses all else that no copy is.
+    """Raise ValueError with the first copy that does not fit its target. Other faults are refused by RangeReader.
 
     target_bytes: size of each target.
     """

@@ -189,9 +189,8 @@ class OwnSegments:
         if not is_held():
             return False
         is_there = self._worker.files(namespace).erase(set_id, part, erased)
-        if (
-            not is_held()
-        ):  # the storage took longer than the lease lasts: a rebuild may have published the records first
+        if not is_held():
+            # The storage took longer than the lease lasts: a rebuild may have published the records first.
             for key, place in index.members(set_id):
                 if place.part == part and place.slot in erased:
                     index.retract(key, place)
