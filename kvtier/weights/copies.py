@@ -46,19 +46,27 @@ def pack(copies: Sequence[Copy]) -> Table:
     return np.array(list(map(attrgetter(*FIELDS), copies)), np.int64).reshape(-1, len(FIELDS))
 
 
-def check(table: Table, target_bytes: npt.NDArray[np.int64]) -> None:
-    """Raise ValueError with the first copy that does not fit its target. Other faults are refused by RangeReader.
+def check(table: Table, n_files: int, target_bytes: npt.NDArray[np.int64]) -> None:
+    """Raise ValueError with the first copy that has no bytes or rows that overlap, or does not fit its target.
 
     target_bytes: size of each target.
     """
+    if not len(table):
+        return
     column = table.T
-    bad = (column[TARGET] < 0) | (column[TARGET] >= len(target_bytes))
+    pitches = np.minimum(column[SOURCE_PITCH], column[TARGET_PITCH])
+    bad = (column[ROWS] < 1) | (column[ROW_BYTES] < 1) | (column[OFFSET] < 0) | (column[TARGET_OFFSET] < 0)
+    bad |= (column[ROWS] > 1) & (pitches < column[ROW_BYTES])
+    bad |= (column[FILE] < 0) | (column[FILE] >= n_files)
+    bad |= (column[TARGET] < 0) | (column[TARGET] >= len(target_bytes))
     if not bad.any():
         # In floats, as the products may overflow; sizes of tensors are exact in them.
         span = (column[ROWS] - 1) * column[TARGET_PITCH].astype(np.float64) + column[ROW_BYTES]
         bad = column[TARGET_OFFSET] + span > target_bytes[column[TARGET]]
     if bad.any():
-        raise ValueError(f"a copy exceeds its target: {Copy(*table[bad][0].tolist())}")
+        raise ValueError(
+            f"a copy that is empty, overlaps itself or exceeds its target: {Copy(*table[bad][0].tolist())}"
+        )
 
 
 def extent_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:

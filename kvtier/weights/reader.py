@@ -77,7 +77,7 @@ class WeightReader:
         missing.
         """
         table = copies if isinstance(copies, np.ndarray) else pack(copies)
-        check(table, np.array([extent(target) for target in targets], np.int64))
+        check(table, len(files), np.array([extent(target) for target in targets], np.int64))
         places = np.array([(target.data_ptr(), target.is_cuda) for target in targets], ranges.TARGET)
         # Blocks that are not read keep the checksum expected of them.
         found = {path: expected[path].copy() for path in files if path in expected} if expected else {}

@@ -51,7 +51,7 @@ def test_the_copies_do_what_torch_does(source: torch.Tensor, order: list[int], p
     assert sum(copy.rows * copy.row_bytes for copy in copies) == source.numel() * source.element_size()
     file = torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage()).numpy()
     memory = torch.empty(0, dtype=torch.uint8).set_(wide.untyped_storage()).numpy()
-    check(pack(copies), np.array([extent(wide)]))
+    check(pack(copies), 1, np.array([extent(wide)]))
     for copy in copies:
         for row in range(copy.rows):
             here, there = copy.offset + row * copy.source_pitch, copy.target_offset + row * copy.target_pitch
