@@ -7,6 +7,7 @@ it has created the segment, not before: if the set is removed later than that, t
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
@@ -150,7 +151,7 @@ class OwnSegments:
         if first is None:
             return
         owner = f"writer of {first[1]:016x}, rank {self._worker.share.rank}"
-        lease = SweepLease(self._worker.index, owner, self._worker.clock)
+        lease = SweepLease(self._worker.index, owner, time.time)
         with suppress(IndexUnavailable):  # the records stay for the next call
             if lease.take():
                 try:

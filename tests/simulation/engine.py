@@ -171,7 +171,7 @@ class EngineProcess:
         self.store.close()
 
     def _monotonic(self) -> float:
-        return self.place.runtime.now_s
+        return self.place.runtime.monotonic_s
 
     def _jobs(self, name: str, threads: int) -> SimJobs:
         return SimJobs(self.place.runtime, self.process, name, threads, JOBS_MAX)

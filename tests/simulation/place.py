@@ -33,6 +33,7 @@ import kvtier.storage.segments
 import kvtier.storage.stuck_files
 import kvtier.worker.context
 import kvtier.worker.loop
+import kvtier.worker.own_segments
 import kvtier.worker.record_reader
 import kvtier.worker.transfer
 from kvtier.eviction.limits import UNLIMITED, Rules
@@ -68,6 +69,7 @@ TIMED = (
     kvtier.storage.open_segments,
     kvtier.storage.safe_open,
     kvtier.worker.loop,
+    kvtier.worker.own_segments,
 )
 TICKING = (
     kvtier.index.guard,

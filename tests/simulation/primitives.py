@@ -107,15 +107,18 @@ class SimThreading:
 
 
 class SimTime:
-    """What modules under test use of `time`: all clocks show the same."""
+    """What modules under test use of `time`: all clocks go at the same rate."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
-    def monotonic(self) -> float:
+    def time(self) -> float:
         return self._runtime.now_s
 
-    time = perf_counter = monotonic
+    def monotonic(self) -> float:
+        return self._runtime.monotonic_s
+
+    perf_counter = monotonic
 
     def sleep(self, seconds: float) -> None:
         self._runtime.sleep(seconds)

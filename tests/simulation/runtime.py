@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import greenlet
 
 START_S = 1_700_000_000.0
+BOOTED_S = 2.0**29  # start of the machines' monotonic clock; sums of either clock are rounded alike, seconds
 BUSY_CHANCE, BUSY_MAX_S = 0.02, 0.02  # how often time moves although something could run, and how far at most
 LOOP = "loop"  # name of the tasks of a worker's loop (kvtier.worker.loop)
 ENGINE_WAIT_MAX_S = 0.05  # no wait of an engine's own thread lasts longer while nothing else can run (I4, I10)
@@ -75,6 +76,11 @@ class Runtime:
         return is_so
 
     # --- what tasks call ---
+
+    @property
+    def monotonic_s(self) -> float:
+        """The machines' monotonic clock, which is far from the time of day: a mistake of one for the other shows."""
+        return self.now_s - BOOTED_S
 
     @property
     def process(self) -> Process | None:

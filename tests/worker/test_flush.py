@@ -125,6 +125,24 @@ def test_nothing_is_erased_while_another_process_reads_files_back(engine: Engine
     assert again is not None and again.records == 0
 
 
+def test_nobody_reads_files_back_while_records_are_erased(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease of the erasure expired at once, for its times were by the monotonic clock."""
+    Watched(engine).faults.append(errno.EIO)
+    engine.save(TOKENS, BLOCKS)
+    segments, index = engine.transfers[0]._saver.writer.segments, engine.store._keeper.index
+    erase, found = SegmentFiles.erase, []
+
+    def interrupted(*arguments: Any) -> bool:
+        found.append(Sweeper(index, engine.root / "v2", "other").rebuild())
+        return erase(*arguments)
+
+    monkeypatch.setattr(SegmentFiles, "erase", interrupted)
+    segments.erase_unpublished()
+    assert set(found) == {None}
+    assert not segments.unpublished
+    assert not index.resolve(engine.keys(TOKENS))
+
+
 def test_what_a_rebuild_published_during_a_slow_erasure_is_retracted(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
