@@ -7,6 +7,7 @@ it has created the segment, not before: if the set is removed later than that, t
 """
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -49,6 +50,8 @@ class OwnSegments:
         self.record_bytes = record_bytes(writes, self.slab_bytes)
         self.accepted: deque[Name] = deque(maxlen=ACCEPTED_MAX)
         self.unpublished: deque[tuple[bytes, int, int]] = deque(maxlen=UNPUBLISHED_MAX)
+        self._blanked: set[tuple[bytes, int, int]] = set()  # of `unpublished`, those that may be erased already
+        self._erasing = threading.Lock()
         self._log = RepeatedLog(worker.clock)
 
     def lease(self, plan: SavePlan, chunk: SaveChunk, part: int) -> OpenSegment | None:
@@ -146,24 +149,28 @@ class OwnSegments:
 
     def erase_unpublished(self) -> None:
         """Blank the headers of `unpublished` records. Records in files that the storage refuses stay for the next call.
-        So do all of them while another process sweeps or rebuilds, because it may be about to publish them."""
+        So do all of them while another process sweeps or rebuilds, because it may be about to publish them, and while
+        another thread erases."""
         first = next(iter(self.unpublished), None)
-        if first is None:
+        # One thread at a time: all of them are one owner of the lease, and the first to end would release it.
+        if first is None or not self._erasing.acquire(blocking=False):
             return
         owner = f"writer of {first[1]:016x}, rank {self._worker.share.rank}"
         lease = SweepLease(self._worker.index, owner, time.time)
-        with suppress(IndexUnavailable):  # the records stay for the next call
-            if lease.take():
-                try:
-                    self._erase_all(partial(lease.is_held_since, lease.lapses))
-                finally:
-                    lease.release()
+        try:
+            with suppress(IndexUnavailable):  # the records stay for the next call
+                if lease.take():
+                    try:
+                        self._erase_all(partial(lease.is_held_since, lease.lapses))
+                    finally:
+                        lease.release()
+        finally:
+            self._erasing.release()
 
     def _erase_all(self, is_held: Callable[[], bool]) -> None:
         records = []
-        with suppress(IndexError):  # until it is empty; another thread may take records too
-            while True:
-                records.append(self.unpublished.popleft())
+        while self.unpublished:
+            records.append(self.unpublished.popleft())
         by_file: dict[tuple[bytes, int, int], list[int]] = {}
         for namespace, set_id, slot in records:
             file = namespace, set_id, part_of(set_id, self._worker.share.rank, slot)
@@ -178,6 +185,7 @@ class OwnSegments:
                     is_refused = True
                 if not is_erased:
                     self.unpublished.extend((namespace, set_id, slot) for slot in slots)
+        self._blanked.intersection_update(list(self.unpublished))  # other threads may add to it
 
     def _erase(self, file: tuple[bytes, int, int], slots: Collection[int], is_held: Callable[[], bool]) -> bool:
         """Erase records of one file: (namespace, set, part). Return False to try again later: the file is missing now
@@ -186,15 +194,21 @@ class OwnSegments:
         A record that a rebuild of the index has published is complete, and stays (I1).
         """
         (namespace, set_id, part), index = file, self._worker.index
-        erased = set(slots) - {place.slot for _, place in index.members(set_id) if place.part == part}
+        complete = {place.slot for _, place in index.members(set_id) if place.part == part}
+        erased = {slot for slot in slots if slot not in complete or (namespace, set_id, slot) in self._blanked}
         if not is_held():
             return False
+        names = {(namespace, set_id, slot) for slot in erased}
+        self._blanked |= names
         is_there = self._worker.files(namespace).erase(set_id, part, erased)
+        for key, place in index.members(set_id):
+            if place.part == part and place.slot in erased:
+                index.retract(key, place)
         if not is_held():
-            # The storage took longer than the lease lasts: a rebuild may have published the records first.
-            for key, place in index.members(set_id):
-                if place.part == part and place.slot in erased:
-                    index.retract(key, place)
+            # The storage took longer than the lease lasts: a rebuild that read the records before may publish them now.
+            # The next call retracts those.
+            return False
+        self._blanked -= names
         return is_there or not self._worker.files.sharing.may_be_away or not index.some_sets([set_id])
 
     def _cut(self, files: SegmentFiles, set_id: int, written: Collection[Location]) -> None:

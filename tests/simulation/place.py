@@ -61,6 +61,7 @@ THREADED = (
     kvtier.storage.open_segments,
     kvtier.storage.segments,
     kvtier.worker.context,
+    kvtier.worker.own_segments,
 )
 TIMED = (
     kvtier.maintenance.sweeper,

@@ -4,6 +4,7 @@ import errno
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvtier.index.base import NewRecord
 from kvtier.index.memory import MemoryIndex
 from kvtier.io.ring import FlushOp, OpResult, WriteOp
 from kvtier.maintenance import sweep_lease
+from kvtier.maintenance.rebuild import SetRecovery
 from kvtier.maintenance.sweep_lease import SweepLease
 from kvtier.maintenance.sweeper import Sweeper
 from kvtier.plan import SaveOutcome
@@ -143,6 +145,28 @@ def test_nobody_reads_files_back_while_records_are_erased(engine: Engine, monkey
     assert not index.resolve(engine.keys(TOKENS))
 
 
+def test_a_second_erasure_does_not_end_the_lease_of_the_first(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when another save of the same set fails while the storage is slow."""
+    Watched(engine).faults.append(errno.EIO)
+    engine.save(TOKENS, BLOCKS)
+    segments, index = engine.transfers[0]._saver.writer.segments, engine.store._keeper.index
+    erase, found, another = SegmentFiles.erase, list[Any](), segments.unpublished[0]
+
+    def interrupted(*arguments: Any) -> bool:
+        if not found:
+            segments.unpublished.append(another)
+            found.append("")
+            segments.erase_unpublished()
+            found.append(Sweeper(index, engine.root / "v2", "other").rebuild())
+        return erase(*arguments)
+
+    monkeypatch.setattr(SegmentFiles, "erase", interrupted)
+    segments.erase_unpublished()
+    assert found == ["", None]
+    segments.erase_unpublished()
+    assert not segments.unpublished
+
+
 def test_what_a_rebuild_published_during_a_slow_erasure_is_retracted(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +189,44 @@ def test_what_a_rebuild_published_during_a_slow_erasure_is_retracted(
     segments.erase_unpublished()
     assert found[0] is not None and found[0].records == 5
     segments.erase_unpublished()
+    visible = index.resolve(engine.keys(TOKENS))
+    again = Sweeper(MemoryIndex(), engine.root / "v2", "third").rebuild()
+    assert again is not None and len(visible) <= again.records < 5, "no visible record is blank"
+
+
+def test_what_a_rebuild_publishes_after_a_slow_erasure_is_retracted(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had read the records before they were erased."""
+    Watched(engine).faults.append(errno.EIO)
+    engine.save(TOKENS, BLOCKS)
+    segments, index = engine.transfers[0]._saver.writer.segments, engine.store._keeper.index
+    erase, publish, found = SegmentFiles.erase, SetRecovery._add_missing, list[Any]()
+    has_read, is_erased = Event(), Event()
+    rebuild = Thread(target=lambda: found.append(Sweeper(index, engine.root / "v2", "other").rebuild()))
+
+    def publish_late(*arguments: Any) -> int:
+        has_read.set()
+        assert is_erased.wait(10.0)
+        return publish(*arguments)
+
+    def erase_late(*arguments: Any) -> bool:
+        time.sleep(0.2)
+        if not has_read.is_set():
+            monkeypatch.setattr(sweep_lease, "LEASE_TTL_S", 60.0)
+            rebuild.start()
+            assert has_read.wait(10.0)
+        return erase(*arguments)
+
+    monkeypatch.setattr(sweep_lease, "LEASE_TTL_S", 0.1)
+    monkeypatch.setattr(SegmentFiles, "erase", erase_late)
+    monkeypatch.setattr(SetRecovery, "_add_missing", publish_late)
+    segments.erase_unpublished()
+    is_erased.set()
+    rebuild.join(10.0)
+    assert found[0] is not None and found[0].records == 5
+    segments.erase_unpublished()
+    assert not segments.unpublished and not segments._blanked
     visible = index.resolve(engine.keys(TOKENS))
     again = Sweeper(MemoryIndex(), engine.root / "v2", "third").rebuild()
     assert again is not None and len(visible) <= again.records < 5, "no visible record is blank"
