@@ -92,12 +92,13 @@ def find_place(path: Path | None, config: Path | None) -> CommandTarget:
         path, config = None, path
     if path is None:
         try:
-            settings = load_settings(config, needs_room=False)
+            given = _load(config, {})
+            settings = _with_measured_capacity(config, given, needs_room=False)
         except ConfigError as fault:
             if fault.key != "root" or fault.value is not None:
                 raise
             raise ConfigError("root", None, f"{fault.fix}; or name the root, or its settings file, as PATH") from None
-        return CommandTarget(settings, find_root(settings.root), False, _is_measured(config, _load(config, {})))
+        return CommandTarget(settings, find_root(settings.root), False, is_measured=settings is not given)
     refuse_missing_file(path)
     root = find_root(path)
     settings = _load(config, {"root": str(root.path)})
@@ -156,20 +157,20 @@ def _say_if_partial(index: Index, root: Root) -> None:
         print(f"{root.path}: {said}", file=sys.stderr)
 
 
-def load_settings(config: Path | None, *, needs_room: bool = True) -> Settings:
+def load_settings(config: Path | None) -> Settings:
     """Return the settings of a file; without one, those that the environment gives. Where it sets KVTIER_ROOT, they
-    have the capacity of an engine that was started with this variable alone. needs_room: refuse a disk that is full of
-    other files, as an engine is. Raises ConfigError."""
-    settings = _load(config, {})
-    if not _is_measured(config, settings):
+    have the capacity of an engine that was started with this variable alone. Raises ConfigError, also for a disk that
+    is full of other files, as an engine does."""
+    return _with_measured_capacity(config, _load(config, {}), needs_room=True)
+
+
+def _with_measured_capacity(config: Path | None, settings: Settings, *, needs_room: bool) -> Settings:
+    """Return the settings with a share of the disk as capacity; the same object where a capacity is set, or where the
+    settings are not those of KVTIER_ROOT. needs_room: raise ConfigError for a disk that is full of other files."""
+    if config is not None or not has_root_variable():
         return settings
     measure = partial(with_default_capacity, settings, needs_room=needs_room)
     return in_time(settings.root, "measuring its free space", measure)
-
-
-def _is_measured(config: Path | None, settings: Settings) -> bool:
-    """Return True if the capacity of these settings, read from `config` or the environment, is a share of the disk."""
-    return config is None and has_root_variable() and "capacity_bytes" not in settings.model_fields_set
 
 
 def _load(config: Path | None, overrides: dict[str, Any]) -> Settings:
