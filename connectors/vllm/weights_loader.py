@@ -98,12 +98,13 @@ class KvtierModelLoader(DefaultModelLoader):
     def _other_loader(self, quantization: str | None) -> Any:
         """Return the loader of a quantization with a load format of its own; None without one, or if neither this vLLM
         nor a plugin has it."""
-        if quantization in LOADED_AS_THEMSELVES:
-            config = dataclasses.replace(self.load_config, load_format=quantization, model_loader_extra_config={})
-            with suppress(ValueError):  # vLLM 0.32 has no load format bitsandbytes
-                loader = get_model_loader(config)
-                log.info("weights are loaded by load format %s, not by kvtier", quantization)
-                return loader
+        if quantization not in LOADED_AS_THEMSELVES:
+            return None
+        config = dataclasses.replace(self.load_config, load_format=quantization, model_loader_extra_config={})
+        with suppress(ValueError):  # vLLM 0.32 has no load format bitsandbytes
+            loader = get_model_loader(config)
+            log.info("weights are loaded by load format %s, not by kvtier", quantization)
+            return loader
         return None
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
