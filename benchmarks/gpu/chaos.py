@@ -247,20 +247,8 @@ def main() -> int:
     report.write(
         options.out, "damage, aborts and preemptions under load", {"good": not bad, "tp": options.tp, **result}
     )
-    for name in (
-        "requests",
-        "aborted",
-        "preempted",
-        "most",
-        "damage",
-        "blocks",
-        "failed_loads",
-        "answers",
-        "equal_answers",
-        "within_tie",
-        "tokens_within_tie",
-    ):
-        print(f"{name:18}", result.get(name))
+    for name in sorted(result.keys() - {"counted", "faults"}):
+        print(f"{name:18}", result[name])
     print("\n".join(["NOT GOOD", *bad]) if bad else "GOOD")
     return int(bool(bad))
 
