@@ -107,7 +107,7 @@ class SimThreading:
 
 
 class SimTime:
-    """What modules under test use of `time`: all clocks go at the same rate."""
+    """Replaces `time` in the modules under test. All clocks go at the same rate."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

@@ -79,7 +79,8 @@ class Runtime:
 
     @property
     def monotonic_s(self) -> float:
-        """The machines' monotonic clock, which is far from the time of day: a mistake of one for the other shows."""
+        """Return the machines' monotonic time. It is far from the time of day, so that code which mistakes one for the
+        other fails."""
         return self.now_s - BOOTED_S
 
     @property

@@ -128,7 +128,7 @@ def test_nothing_is_erased_while_another_process_reads_files_back(engine: Engine
 
 
 def test_nobody_reads_files_back_while_records_are_erased(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease of the erasure expired at once, for its times were by the monotonic clock."""
+    """The lease of the erasure expired at once, because its times were of the monotonic clock."""
     Watched(engine).faults.append(errno.EIO)
     engine.save(TOKENS, BLOCKS)
     segments, index = engine.transfers[0]._saver.writer.segments, engine.store._keeper.index
@@ -146,7 +146,7 @@ def test_nobody_reads_files_back_while_records_are_erased(engine: Engine, monkey
 
 
 def test_a_second_erasure_does_not_end_the_lease_of_the_first(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when another save of the same set fails while the storage is slow."""
+    """Another save of the same set fails while the storage is slow."""
     Watched(engine).faults.append(errno.EIO)
     engine.save(TOKENS, BLOCKS)
     segments, index = engine.transfers[0]._saver.writer.segments, engine.store._keeper.index
@@ -197,7 +197,7 @@ def test_what_a_rebuild_published_during_a_slow_erasure_is_retracted(
 def test_what_a_rebuild_publishes_after_a_slow_erasure_is_retracted(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It had read the records before they were erased."""
+    """The rebuild had read the records before they were erased."""
     Watched(engine).faults.append(errno.EIO)
     engine.save(TOKENS, BLOCKS)
     segments, index = engine.transfers[0]._saver.writer.segments, engine.store._keeper.index
