@@ -96,6 +96,10 @@ class Member:
         if self._engine is not None:
             self._engine.settle()
 
+    def wait_for_set(self) -> None:
+        if self._engine is not None:
+            self._engine.wait_for_set()
+
     def log_blocks(self, path: Path) -> None:
         if self._engine is not None:
             self._engine.watch.log = path.open("w")
@@ -166,6 +170,8 @@ def carry_out(member: Member, command: dict[str, Any]) -> Any:
         return [
             answer for numbers in _in_waves(command["numbers"]) for answer in member.ask(numbers, is_reference=True)
         ]
+    if command["do"] == "wait_for_set":
+        member.wait_for_set()
     if command["do"] == "counters":
         return member.facts()["counters"]
     if command["do"] == "facts":

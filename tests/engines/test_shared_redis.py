@@ -160,6 +160,8 @@ def check_that_it_costs_no_hits(answers: Sequence[dict[str, Any]]) -> None:
 
 def reuse_each_others(engines: list[Member], judge: Judge) -> None:
     """Each computes a part of the archive, then each finds all of it."""
+    for engine in engines:  # What an engine computes before its first segment set is ready, it saves only if it keeps it.
+        engine.ask("wait_for_set")
     share = len(ARCHIVE) // len(engines) + 1
     asked = [e.send("ask", numbers=ARCHIVE[n * share : (n + 1) * share]) for n, e in enumerate(engines)]
     for engine, number in zip(engines, asked, strict=True):
@@ -343,6 +345,8 @@ def member(folder: Path, name: str, model: Path, index: dict[str, Any]) -> Membe
 def share_nothing(red: Member, blue: Member) -> None:
     """Different folders, and different prefixes in one Redis."""
     judge = Judge(red)
+    for engine in (red, blue):
+        engine.ask("wait_for_set")
     apart = ARCHIVE[:3]  # at once, and with nothing in common: so no hits on what it has just saved itself
     judge.check(red.ask("ask", numbers=apart))
     answers = blue.ask("ask", numbers=apart)
