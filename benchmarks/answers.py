@@ -139,7 +139,9 @@ def run_engine(preset: str, options: argparse.Namespace, prompts: list[list[int]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.answers", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.answers", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--model", type=Path, required=True, help="folder of a checkpoint with a chat template")
     parser.add_argument("--table", type=Path, help="table of this model, for tc4 and tc3")
     parser.add_argument("--calibration", type=int, default=4, help="rows of each kind that the table was made with")

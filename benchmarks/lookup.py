@@ -92,7 +92,9 @@ def table_rows(parts: dict[str, dict[str, float]]) -> report.Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lookup", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.lookup", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--folder", help="folder of the index (default: the temporary folder)")
     options = parser.parse_args()
     rng = random.Random(SEED)

@@ -430,7 +430,9 @@ def recall_rows(results: Sequence[Result]) -> report.Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quality", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--model", type=Path, required=True, help="folder of a checkpoint")
     parser.add_argument("--out", type=Path, help="result file; by default nothing is written")
     parser.add_argument("--presets", default=",".join(("raw", *KL_NATS, "kivi4")))

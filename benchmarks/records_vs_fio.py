@@ -223,7 +223,9 @@ def table_rows(result: dict[str, Any]) -> report.Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.records_vs_fio", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.records_vs_fio", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--dir", action="append", type=Path, required=True, help="folder on a file system to measure")
     parser.add_argument("--bytes", type=int, default=2 << 30, help="of the file of each run")
     parser.add_argument("--repeats", type=int, default=5)

@@ -169,7 +169,9 @@ def table_rows(result: dict[str, Any]) -> report.Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.redis_index", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.redis_index", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--seconds", type=float, default=5.0, help="of publishing")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

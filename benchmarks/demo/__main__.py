@@ -111,7 +111,9 @@ def shown(row: dict[str, Any]) -> tuple[object, ...]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.demo", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for model, tier and logs")
     parser.add_argument("--result", type=Path, help="a JSON file to write the table to")
     arguments = parser.parse_args()

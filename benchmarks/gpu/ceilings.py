@@ -198,7 +198,9 @@ def measure_folder(folder: Path, n_bytes: int, kvikio_sizes: list[int], repetiti
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.ceilings", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.ceilings", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--folders", required=True, help="separated by commas")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--gib", type=float, default=8.0, help="least size of the file in each folder")

@@ -1,6 +1,6 @@
 """Test of bursts, aborts, preemptions and evictions on GPUs while stored files are damaged: is any byte or token wrong?
 
-    python -m benchmarks.gpu.chaos --folder /dev/shm/kv --out OUT/chaos.json [--tp 2]
+    python -m benchmarks.gpu.chaos --folder /dev/shm/kv --out OUT/chaos.json [--model mla] [--tp 2]
 
 One engine gets bursts of 1 to 32 requests, up to 95 in flight, on a pool of prompts that fits neither its KV cache nor
 the tier. Some requests are aborted, some do not save. At the same time a thread flips bits, zeroes pages, and
@@ -48,7 +48,7 @@ TINY_BLOCKS = 70
 TINY_LIMITS: dict[str, Any] = {"capacity_bytes": "8MiB", "segment_bytes": "1MiB", "host": {"arena_bytes": "2MiB"}}
 SECONDS, SEED = 50.0, 7
 FULL = 64  # requests in flight from which on no burst begins
-BURSTS, ANSWERS = (1, 1, 4, 16, 32), (1, 4, 16, 48)  # requests; tokens of an answer
+BURSTS, ANSWERS = (1, 1, 4, 16, 32), (1, 4, 16, 192)  # requests; tokens of an answer
 ABORTED = 0.15  # share of the requests, each within 12 steps
 DAMAGE_S = 0.4  # interval of damage, seconds
 DAMAGE = {"flip the newest": 4, "flip": 6, "zero": 2, "truncate": 1, "delete": 1}  # kind -> weight
@@ -229,10 +229,11 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     made = parser("gpu.chaos", __doc__, 300.0)
+    made.add_argument("--model", choices=("small", "mla"), default="small", help="mla: a latent instead of heads")
     made.add_argument("--tp", type=int, default=1, help="tensor parallel size")
     made.add_argument("--seconds", type=float, default=SECONDS, help="of bursts")
     options = made.parse_args()
-    setup = EngineSetup.of(options, "small", ENGINE, TIER)
+    setup = EngineSetup.of(options, options.model, ENGINE, TIER)
     setup.llm["tensor_parallel_size"] = options.tp
     setup.environment.update(OWN_PROCESS)
     if options.tiny:
@@ -244,9 +245,8 @@ def main() -> int:
     result = judge(setup.run_watched("chaos", steps))
     setup.clear()
     bad = result["faults"]
-    report.write(
-        options.out, "damage, aborts and preemptions under load", {"good": not bad, "tp": options.tp, **result}
-    )
+    found = {"good": not bad, "model": setup.kind, "tp": options.tp, **result}
+    report.write(options.out, "damage, aborts and preemptions under load", found)
     for name in sorted(result.keys() - {"counted", "faults"}):
         print(f"{name:18}", result[name])
     print("\n".join(["NOT GOOD", *bad]) if bad else "GOOD")

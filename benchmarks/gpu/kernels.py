@@ -125,7 +125,9 @@ def run(
 
     measure: yields rows; its second argument says whether to try all candidates (rows with `variant`).
     """
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--tune", action="store_true", help="also try all candidates for the kernels' parameters")
     options = parser.parse_args()

@@ -21,7 +21,7 @@
 #   equality     blocks and tokens, CUDA graphs on; of each of MODELS                 150   280 each
 #   under-load   bursts of saves and loads, and decoding beside them; of each of SYSTEMS     220   580
 #   load         32 requests at capacity                                              110   330
-#   chaos        bursts, aborts and preemptions while segments are damaged; TP=2: two GPUs  100   300
+#   chaos        bursts, aborts and preemptions while segments are damaged; of MODEL (small, mla); TP=2: two GPUs  130   300
 #   demo         what `make demo` runs, with this vLLM                                100   240
 #   ttft-tmpfs   kvtier, and the host arena                                          220   590
 #   ttft-disk    kvtier from the disk                                                 300   540
@@ -264,7 +264,8 @@ stage() {
     load)
       bench load_mix 330 --folder "$MEMORY" --out "$OUT/load_mix.json" --logs "$WORK/logs" ;;
     chaos)
-      bench chaos 300 --folder "$MEMORY" --out "$OUT/chaos.json" --logs "$WORK/logs" --tp "${TP:-1}" ;;
+      bench chaos 300 --model "${MODEL:-small}" --folder "$MEMORY" --out "$OUT/${NAME:-chaos}.json" --logs "$WORK/logs" \
+        --tp "${TP:-1}" ;;
     demo)
       (cd "$TREE" && timeout -k 10 240 python3 -m benchmarks.demo --output "$DISK/demo" --result "$OUT/demo.json") ;;
     ttft-tmpfs)

@@ -47,7 +47,10 @@ TINY_ENVIRONMENT = {
 
 def parser(module: str, about: str | None, timeout_s: float) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{module}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m benchmarks.{module}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = made.add_argument
     add("--folder", type=Path, default=Path("/dev/shm/kv"), help="where the systems store")

@@ -71,6 +71,7 @@ def parser(module: str, about: str | None) -> argparse.ArgumentParser:
         prog=f"python -m benchmarks.gpu.{module}",
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     made.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     made.add_argument("--folder", type=Path, default=Path("/dev/shm/weights"), help="of the checkpoints")

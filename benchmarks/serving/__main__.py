@@ -40,7 +40,10 @@ SMALL_VLLM = "--dtype float32 --enforce-eager --max-model-len 16384 --block-size
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.serving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = made.add_argument
     systems = "; ".join(f"{name}: {system.what}" for name, system in SYSTEMS.items())

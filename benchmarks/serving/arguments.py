@@ -32,7 +32,10 @@ def numbers(text: str) -> list[int]:
 def parser(module: str, about: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that name the server and the result."""
     made = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{module}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m benchmarks.{module}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = made.add_argument
     add("--base-url", type=base_url, default="http://localhost:8000", help="of the server, with or without /v1")
