@@ -185,7 +185,11 @@ class SegmentFiles(OpenSegments):
         return [(set_id, [part for _, part in found]) for set_id, found in groupby(self.ids(), key=itemgetter(0))]
 
     def exists(self, set_id: int, part: int) -> bool:
-        return self._status(set_id, part) is not None
+        """Return False when the file is gone."""
+        try:
+            return self._status(set_id, part) is not None
+        except OSError:  # as while a part of the storage is down
+            return True
 
     def sizes(self) -> dict[int, dict[int, int]]:
         """Return the bytes on disk of each file in the folder, by set id and part."""
@@ -193,11 +197,17 @@ class SegmentFiles(OpenSegments):
 
     def part_bytes(self, set_id: int) -> dict[int, int]:
         """Return the bytes on disk of the set's files, by part. Stats no other file: there may be a million."""
-        return self._sizes_of(set_id, [part for found, part in self.ids() if found == set_id])
+        return self._sizes_of(set_id, self._parts_of(set_id))
+
+    def _parts_of(self, set_id: int) -> list[int]:
+        return [part for found, part in self.ids() if found == set_id]
 
     def _sizes_of(self, set_id: int, parts: Sequence[int]) -> dict[int, int]:
-        found = ((part, self._status(set_id, part)) for part in parts)
-        return {part: status.st_blocks * 512 for part, status in found if status is not None}
+        sizes: dict[int, int] = {}
+        for part in parts:
+            with suppress(OSError):  # it is gone, or its status cannot be read, as while a part of the storage is down
+                sizes[part] = os.lstat(self.folder / segment_name(set_id, part)).st_blocks * 512
+        return sizes
 
     def set_bytes_of(self, set_id: int) -> int:
         """Return the bytes that the files of one set take on disk."""
@@ -239,7 +249,9 @@ class SegmentFiles(OpenSegments):
     def unlink_set(self, set_id: int) -> int:
         """Unlink the set's files. Readers that have one open go on reading (I3). Return the size of the files found."""
         self._close_everywhere(set_id)  # also files that another process has removed
-        return sum(n_bytes for part, n_bytes in self.part_bytes(set_id).items() if self._unlink(set_id, part))
+        parts = self._parts_of(set_id)
+        sizes = self._sizes_of(set_id, parts)
+        return sum(sizes.get(part, 0) for part in parts if self._unlink(set_id, part))
 
     def unlink(self, set_id: int, part: int) -> bool:
         """Remove a file. Return False if there is none. Raises TierUnavailable."""

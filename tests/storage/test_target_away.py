@@ -9,11 +9,21 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError, TierUnavailable
+from kvtier.eviction.evictor import Evictor
+from kvtier.eviction.limits import Need
+from kvtier.index.base import SetInfo
+from kvtier.index.lmdb.index import LmdbIndex
+from kvtier.maintenance.scrub import verify
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.plan import SaveOutcome
-from kvtier.storage import atomic_files
+from kvtier.storage import atomic_files, segments
 from kvtier.storage import root as root_module
-from kvtier.storage.root import NAMESPACE_FILE, open_again, open_namespace, open_root
+from kvtier.storage.filesystem import FileSystem, Visibility
+from kvtier.storage.root import NAMESPACE_FILE, find_root, open_again, open_namespace, open_root
 from kvtier.storage.root_owner import OWNER_FILE
+from kvtier.storage.segments import segment_name
+from tests.eviction.test_capacity import BLOCKS as BLOCKS_OF_FIVE
+from tests.eviction.test_capacity import tiny, tokens_of
 from tests.support.rig import Engine, geometry, namespace, settings
 
 TOKENS, BLOCKS = list(range(64 * 3)), list(range(12))
@@ -97,3 +107,55 @@ def test_a_start_during_a_restart_of_the_metadata_server_names_its_error(
     with pytest.raises(ConfigError, match="does not answer: Input/output error.*start this again") as told:
         open_root(given)
     assert "File exists" not in str(told.value)
+
+
+@pytest.fixture
+def half_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LmdbIndex, list[SetInfo], Path]:
+    """An index, its sets, and a file of the oldest, of which neither status nor content can be read, as on Lustre
+    while the file's OST is down."""
+    engine = tiny(tmp_path, sets=8)
+    for number in range(6):
+        engine.save(tokens_of(number), BLOCKS_OF_FIVE)
+    engine.close()
+    index = LmdbIndex(str(tmp_path / "v2" / "index"))
+    sets = [info for info in index.sets() if index.members(info.set_id)]
+    (path,) = tmp_path.glob(f"v2/*/{segment_name(sets[0].set_id, 0)}")
+    ask, read = os.lstat, segments._read_page
+
+    def lstat(asked: Path) -> os.stat_result:
+        if asked == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return ask(asked)
+
+    def read_page(fd: int, offset: int) -> bytes:
+        if os.path.samestat(os.fstat(fd), path.stat()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read(fd, offset)
+
+    monkeypatch.setattr(os, "lstat", lstat)
+    monkeypatch.setattr(segments, "_read_page", read_page)
+    monkeypatch.setattr(FileSystem, "visibility", Visibility.COHERENT)
+    return index, sets, path
+
+
+def test_sets_are_evicted_although_the_status_of_a_file_cannot_be_read(
+    tmp_path: Path, half_away: tuple[LmdbIndex, list[SetInfo], Path]
+) -> None:
+    """No set was evicted, and so nothing saved in a full root, until the target was back."""
+    index, sets, path = half_away
+    evictor = Evictor(index, tmp_path / "v2", "me")
+    need = Need(sets[0].n_bytes, sets[0].namespace)
+    taken_bytes = index.counts().n_bytes
+    evictor.make_room(need, taken_bytes)
+    assert evictor.make_room(need, taken_bytes) is not None
+    assert not path.exists() and {info.set_id for info in index.sets()}.isdisjoint({sets[0].set_id})
+
+
+def test_a_sweep_and_verify_go_on_although_the_status_of_a_file_cannot_be_read(
+    tmp_path: Path, half_away: tuple[LmdbIndex, list[SetInfo], Path]
+) -> None:
+    index, sets, path = half_away
+    sweeper = Sweeper(index, tmp_path / "v2", "me")
+    sweeper.sweep()
+    assert sweeper.swept_s() and {info.set_id for info in sets} <= {info.set_id for info in index.sets()}
+    assert {finding.segment for finding in verify(find_root(tmp_path), index).bad} == {path.name}
