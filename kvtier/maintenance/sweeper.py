@@ -181,7 +181,8 @@ class Sweeper:
             self._index.take_over(set_id)  # first: else a record could be published after the truncation removed it
             members = self._index.members(set_id)
             self._overbooked_bytes += info.n_bytes - self._measured(info, members)
-            self._trim(info, [location for _, location in members])
+            if members:  # else the index may have lost them just now, and its rebuild reads the files
+                self._trim(info, [location for _, location in members])
             self._index.close_set(set_id, self._measured(info, members))
 
     def erase_namespace(self, namespace: bytes) -> None:

@@ -39,3 +39,15 @@ def test_sets_that_a_lost_index_knew_keep_their_segments(tmp_path: Path) -> None
     Sweeper(index, tmp_path / "v2", "sweeper").rebuild()  # type: ignore[arg-type]
     index.rebuilt(index.loss())  # type: ignore[operator]
     assert index.counts().chunks == 5  # type: ignore[operator]
+
+
+def test_a_set_that_is_closed_early_keeps_the_records_of_its_segments(tmp_path: Path) -> None:
+    """The set was found without records, and its files were truncated to nothing before the rebuild read them."""
+    saved_by_another(tmp_path, TOKENS, BLOCKS)
+    index = Forgetful(LmdbIndex(str(tmp_path / "v2" / "index")))
+    (info,) = index.sets()  # type: ignore[operator]
+    index.take_over = lambda set_id: index.forget()  # type: ignore[attr-defined]
+    sweeper = Sweeper(index, tmp_path / "v2", "sweeper")  # type: ignore[arg-type]
+    sweeper.close_early(info.set_id)
+    sweeper.rebuild()
+    assert index.counts().chunks == 5  # type: ignore[operator]
