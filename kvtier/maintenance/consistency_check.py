@@ -68,7 +68,7 @@ class _Check:
 
     def run(self, progress: Progress) -> ConsistencyReport:
         found = self._found
-        located = self._located()
+        located = self._located(found)
         known = {info.set_id: info for info in self._index.sets()}
         on_disk = self._on_disk()
         found.sets = len(known)
@@ -91,7 +91,7 @@ class _Check:
             return
         self._wait(SETTLE_S)
         known = {info.set_id: info for info in self._index.some_sets(doubtful)}
-        located = self._located()
+        located = self._located(ConsistencyReport())  # bad entries were noted at the first check
         on_disk = self._on_disk()
         for set_id in doubtful:
             self._add(self._set(set_id, known.get(set_id), on_disk.get(set_id), located[set_id]))
@@ -105,7 +105,7 @@ class _Check:
             for set_id, parts in files.sets()
         }
 
-    def _located(self) -> Counter[int]:
+    def _located(self, result: ConsistencyReport) -> Counter[int]:
         """Return the number of records that entries name in each set. Collects the parts of incomplete chunks."""
         self._parts.clear()
         named: Counter[int] = Counter()
@@ -119,7 +119,7 @@ class _Check:
                     if not entry.is_complete(value):
                         self._parts[key] = [location.extent for location in locations]
                 except Corrupt as fault:
-                    self._note(self._found, Finding("", "", None, f"chunk {key.hex()}: {fault}"))
+                    self._note(result, Finding("", "", None, f"chunk {key.hex()}: {fault}"))
         self._found.chunks = len(seen)
         return named
 

@@ -8,10 +8,11 @@ import pytest
 from kvtier.eviction.set_removal import Remover
 from kvtier.index.base import NewRecord
 from kvtier.index.memory import MemoryIndex
-from kvtier.maintenance import consistency_check
+from kvtier.maintenance import consistency_check, scrub
 from kvtier.storage.root import find_root, namespace_folders
 from kvtier.storage.segments import segment_name
 from tests.eviction.test_capacity import BLOCKS, tiny, tokens_of
+from tests.scheduler.test_slow_writers import before, once
 from tests.support.rig import Engine
 
 
@@ -78,3 +79,25 @@ def test_a_record_is_no_disagreement_once_the_other_record_of_its_chunk_was_evic
     found = consistency_check.check_consistency(folder, index, wait=lambda seconds: None)
     assert (found.records, found.indexed, found.unnamed, found.n_disagreements) == (1, 0, 1, 0) and found.is_clean
     assert [row.segment for row in found.unnamed_places] == [segment_name(second.set_id, second.part)]
+
+
+def test_a_bad_entry_is_reported_once(tmp_path: Path) -> None:
+    """The second check of doubtful sets reported it again."""
+    engine = tiny(tmp_path)
+    engine.save(tokens_of(1), BLOCKS)
+    engine.close()
+    index = MemoryIndex()
+    index.entries = lambda: iter([(b"key", b"no entry")])  # type: ignore[method-assign]
+    found = consistency_check.check_consistency(find_root(tmp_path), index, wait=lambda seconds: None)
+    assert sum(row.what.startswith("chunk ") for row in found.disagreements) == 1
+
+
+def test_a_segment_that_is_created_while_verify_runs_is_not_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny(tmp_path)
+    engine.save(tokens_of(1), BLOCKS)
+    save = once(lambda: engine.save(tokens_of(2), BLOCKS))  # after the folders were listed
+    monkeypatch.setattr(scrub._Verifier, "_expected", before(scrub._Verifier._expected, save))
+    found = scrub.verify(find_root(tmp_path), engine.store._keeper._index)
+    assert found.bad == () and found.segments < len(list(tmp_path.glob("v2/*/*.kvseg")))
