@@ -345,7 +345,9 @@ def test_refused_places_leave_nothing_open(tmp_path: Path) -> None:
 
 
 def test_a_map_that_has_no_room_names_the_setting(tmp_path: Path) -> None:
-    """It was called an index that does not answer."""
+    """It was called an index that does not answer. Each attempt left its lock file open."""
+    n_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError) as caught:
         LmdbIndex(str(tmp_path / "index"), map_bytes=1 << 60)
     assert caught.value.key == "index.map_bytes" and "lower it" in caught.value.fix
+    assert len(os.listdir("/proc/self/fd")) == n_open

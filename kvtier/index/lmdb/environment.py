@@ -553,6 +553,8 @@ def attach(
             shared.open()
         except BaseException:
             shared.users -= 1
+            if not shared.users:
+                shared.close()
             raise
         _registry[real_path] = shared
         return shared
