@@ -123,8 +123,9 @@ def listen(settings: Settings) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
         listener.listen(BACKLOG)
-    except OSError as error:
-        fix = f"cannot listen on {host} port {port}: {error.strerror}; choose another server.host or server.port"
+    except (OSError, ValueError) as error:  # ValueError: no host can have such a name
+        why = getattr(error, "strerror", None) or error
+        fix = f"cannot listen on {host} port {port}: {why}; choose another server.host or server.port"
         raise ConfigError("server.port", port, fix) from None
     listener.set_inheritable(True)
     return listener

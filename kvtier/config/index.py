@@ -121,6 +121,9 @@ class IndexSettings(BaseModel):
 
     def check(self) -> None:
         """Raises ConfigError for settings that do not go together."""
+        if self.path is not None and self.kind != "embedded":
+            fix = f"it is an embedded index's; leave it out with index.kind {self.kind}"
+            raise ConfigError("index.path", str(self.path), fix)
         if self.kind != "redis":
             if self.url is not None:
                 fix = f"only index.kind redis uses it, and that is {self.kind}: set it to redis, or leave this out"
@@ -128,10 +131,6 @@ class IndexSettings(BaseModel):
             return
         if self.url is None:
             raise ConfigError("index.url", None, f"index.kind redis needs the address of the server: {_FORMS}")
-        if self.path is not None:
-            raise ConfigError(
-                "index.path", str(self.path), "it is an embedded index's; leave it out with index.kind redis"
-            )
         self._check_secrets()
         self._check_tls()
 
@@ -210,4 +209,11 @@ def _host(text: str, port: int) -> tuple[str, int]:
     match = re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[^:\[\]\s]+)(?::(\d{1,5}))?", text)
     if match is None:
         raise ValueError("a host is a name or an address, with :PORT behind it; several are divided by commas")
-    return match[1].strip("[]"), int(match[2] or port)
+    port = int(match[2] or port)
+    if not 0 < port < 1 << 16:
+        raise ValueError("a port is a number from 1 to 65535")
+    try:
+        match[1].encode("idna")  # as getaddrinfo does, whose exception no client of Redis expects
+    except UnicodeError:
+        raise ValueError("a host's name has 1 to 63 characters between two dots") from None
+    return match[1].strip("[]"), port

@@ -343,10 +343,12 @@ def _environment(settings_cls: type[Settings]) -> Mapping[str, Any]:
     """Return the values that KVTIER_* variables set. Raises ConfigError for a variable without a setting."""
     paths = list(_paths(settings_cls))
     leaves = [path for path in paths if not any(other[:-1] == path for other in paths)]
-    names = [*map(_variable, leaves), CONFIG_VARIABLE]
+    values = [*map(_variable, leaves)]  # which Pydantic reads in small letters too
+    names = [*values, CONFIG_VARIABLE]
     removed = {_variable(path): fix for path, fix in REMOVED_KEYS.items()}
     for name, value in os.environ.items():
-        if name.upper().startswith(ENV_PREFIX) and name.upper() not in names and not _is_service_link(name, value):
+        is_known = name == CONFIG_VARIABLE or name.upper() in values or _is_service_link(name, value)
+        if name.upper().startswith(ENV_PREFIX) and not is_known:
             fix = removed.get(name.upper()) or f"unknown environment variable: unset it{_near(name.upper(), names)}"
             raise ConfigError(name, HIDDEN, fix)  # the value is not shown: it may be a secret whose name is misspelt
     try:

@@ -22,6 +22,7 @@ def load(root: Path, **index: Any) -> Settings:
     [
         ("redis://host", RedisPlace("one", (("host", 6379),), "", "", 0, False)),
         ("redis://host:1/2", RedisPlace("one", (("host", 1),), "", "", 2, False)),
+        ("redis://host:65535", RedisPlace("one", (("host", 65535),), "", "", 0, False)),
         ("rediss://10.0.0.1:6380/", RedisPlace("one", (("10.0.0.1", 6380),), "", "", 0, True)),
         ("redis://[fe80::1]:7", RedisPlace("one", (("fe80::1", 7),), "", "", 0, False)),
         ("unix:///run/redis.sock?db=3", RedisPlace("one", (), "/run/redis.sock", "", 3, False)),
@@ -39,6 +40,9 @@ def test_urls(url: str, place: RedisPlace) -> None:
     [
         ("http://host", "must be the address of a Redis"),
         ("redis://", "a host is a name"),
+        ("redis://a:65536", "from 1 to 65535"),
+        ("redis://a:0", "from 1 to 65535"),
+        ("redis://a..b", "between two dots"),
         ("redis://a,b", "several hosts"),
         ("redis+sentinel://a", "name the service"),
         ("redis+cluster://a/1", "one database"),
@@ -79,6 +83,7 @@ def test_the_password_may_stand_in_a_file(tmp_path: Path) -> None:
         ({}, "index.url"),
         ({"url": "redis://h", "path": "/x"}, "index.path"),
         ({"kind": "embedded", "url": "redis://h"}, "index.url"),
+        ({"kind": "memory", "path": "/x"}, "index.path"),
         ({"url": "redis://h", "password": SECRET, "password_file": "/x"}, "index.password_file"),
         ({"url": "redis://h", "username": "me"}, "index.username"),
         ({"url": "redis://h", "tls_ca_file": "/etc/hostname"}, "index.tls_ca_file"),

@@ -273,6 +273,7 @@ def test_what_is_just_enough_is_taken() -> None:
         ("KVTIER_IO__THREAD", "KVTIER_IO__THREADS"),
         ("KVTIER_IO_THREADS", "KVTIER_IO__THREADS"),
         ("kvtier_rot", "KVTIER_ROOT"),
+        ("kvtier_config", "KVTIER_CONFIG"),  # it was taken, and never read
         ("KVTIER_IO", "KVTIER_IO__ENGINE"),
         ("KVTIER_INDEX", "KVTIER_INDEX__KIND"),
         ("KVTIER_CAPACITY", "KVTIER_CAPACITY_BYTES"),

@@ -57,6 +57,8 @@ def test_it_does_not_start_with_what_cannot_work(
     root = tmp_path / "kv"
     said = Cli(capsys).refused("serve", str(write_config(tmp_path, root, host="0.0.0.0")))
     assert "server.host" in said and "no token is set" in said, "others could reach it without a token"
+    said = Cli(capsys).refused("serve", str(write_config(tmp_path, root, host="a..b", admin_token="t" * 16)))
+    assert "server.port" in said and "cannot listen on a..b" in said and "label empty" in said
     with socket.create_server(("127.0.0.1", 0)) as taken:
         said = Cli(capsys).refused("serve", str(write_config(tmp_path, root, port=taken.getsockname()[1])))
     assert "server.port" in said and "in use" in said
