@@ -34,7 +34,7 @@ def look_up(opened: Opened, tokens: Sequence[int], salt: str, namespace: bytes |
         hits.append(
             NamespaceHit(
                 namespace=id_.hex(),
-                model=models.get(id_.hex(), ""),
+                model=models.get(id_.hex()) or opened.book.model(id_),
                 chunk_tokens=chunk_tokens,
                 chunks=len(keys),
                 hit_chunks=len(values),

@@ -83,7 +83,7 @@ app.add_typer(weights, name="weights")
 
 def refuse_together(ctx: typer.Context, given: dict[str, object]) -> None:
     """Refuse options that exclude each other. given: the value of each by its name."""
-    names = [name for name, value in given.items() if value not in (None, False)]
+    names = [name for name, value in given.items() if value is not None and value is not False]
     if len(names) > 1:
         raise typer.BadParameter(f"{names[1]} does not go with {names[0]}", ctx)
 

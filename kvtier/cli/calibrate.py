@@ -64,5 +64,7 @@ def _check(model: Path, out: Path) -> None:
 
     if not any(map(is_weight_file, os.listdir(model))):
         raise ConfigError("model", str(model), "there are no weight files; name the folder of a whole checkpoint")
+    if out.is_dir():
+        raise ConfigError("--out", str(out), "it is a folder; name a file")
     if not os.access(out.parent, os.W_OK | os.X_OK):
         raise ConfigError("--out", str(out), f"{out.parent} is no folder, or not writable; name another")

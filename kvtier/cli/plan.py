@@ -23,7 +23,7 @@ from kvtier.errors import ConfigError
 from kvtier.planner.capacity import EngineSizes, TransferRates
 from kvtier.planner.figures import CapacityPlan, CodecPlan, PlanRequest, PrefillRate, make_plan
 from kvtier.runtime.exit_status import FOUND_BAD, MEANINGS, OK, print_json
-from kvtier.runtime.units import counted, size
+from kvtier.runtime.units import counted, significant, size
 
 _RATE = re.compile(r"(?P<size>[\d.]+\s*(?:[KMGT]i?)?)(?P<unit>B|bits?)?/s", re.IGNORECASE)
 
@@ -250,7 +250,7 @@ def _break_even(row: CodecPlan, max_tokens: int) -> str:
 
 
 def _seconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+    return "" if seconds is None else f"{significant(seconds)} s"
 
 
 def _together(refused: dict[str, str]) -> list[tuple[list[str], str]]:

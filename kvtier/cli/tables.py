@@ -9,7 +9,7 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from kvtier.runtime.exit_status import print_json
-from kvtier.runtime.units import size
+from kvtier.runtime.units import significant, size
 
 A = TypeVar("A", bound=BaseModel)
 
@@ -66,9 +66,9 @@ def seconds(value: float | None) -> str:
     if magnitude < 1e-3:
         return f"{1e6 * value:.0f} us"
     if magnitude < 1:
-        return f"{1e3 * value:.3g} ms"
+        return f"{significant(1e3 * value)} ms"
     if magnitude < 7200:
-        return f"{value:,.3g} s" if magnitude < 1000 else f"{value:,.0f} s"
+        return f"{significant(value)} s"
     return f"{value / 3600:,.1f} h"
 
 

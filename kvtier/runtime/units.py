@@ -29,5 +29,10 @@ def rate(bytes_s: float | None) -> str:
         return "-"
     for unit, scale in (("GB/s", 1e9), ("MB/s", 1e6)):
         if bytes_s >= scale:
-            return f"{bytes_s / scale:,.3g} {unit}" if bytes_s < 1000 * scale else f"{bytes_s / scale:,.0f} {unit}"
-    return f"{bytes_s / 1e3:.3g} kB/s" if bytes_s else "0"
+            return f"{significant(bytes_s / scale)} {unit}"
+    return f"{significant(bytes_s / 1e3)} kB/s" if bytes_s else "0"
+
+
+def significant(value: float) -> str:
+    """Return a number with three significant digits, or more before the point, without an exponent: "0.25", "1,000"."""
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"

@@ -20,7 +20,7 @@ from kvtier.index.lmdb.index import LmdbIndex
 from kvtier.io.ring import FlushOp, sizes_for
 from kvtier.scheduler.engine_report import Times, TopPrefix, WorkerReport
 from kvtier.storage.filesystem import FileSystem
-from kvtier.storage.root import CAPACITY_UNIT, default_capacity
+from kvtier.storage.root import CAPACITY_UNIT, MODEL_FILE, default_capacity
 from tests.cli.asking import CHUNKS, TOKENS, Cli
 
 CAPACITY = 64 << 20
@@ -191,8 +191,10 @@ def test_lookup_says_how_much_and_where(config: Path, tokens: str, cli: Cli) -> 
     head, titles, row = out.splitlines()
     assert head.startswith(f"{namespace_of(config)[:12]}: {64 * CHUNKS} of {64 * CHUNKS + 3} tokens, 5 of 5 chunks")
     assert titles.split()[0] == "set" and row.split()[1:3] == ["0", "5"] and ".kvseg" in row
+    (root_of(config) / "v2" / namespace_of(config) / MODEL_FILE).write_text('"a-model"')
     answer = cli.json("lookup", str(root_of(config)), "--tokens", tokens)  # the folder alone will do
     assert answer["hits"][0]["hit_tokens"] == 64 * CHUNKS
+    assert answer["hits"][0]["model"] == "a-model", "only running engines said it"
     names = [place["files"] for place in answer["hits"][0]["sets"]]
     assert all((root_of(config) / "v2" / namespace_of(config) / name).is_file() for files in names for name in files)
 
@@ -431,7 +433,7 @@ def test_verify_takes_settings_too(config: Path, cli: Cli) -> None:
         ["stat"],
         ["index"],
         ["stats", "/x", "--jsn"],
-        ["quota", "x", "--tenant", "a", "--set", "1", "--reset"],
+        ["quota", "x", "--tenant", "a", "--set", "0", "--unlimited"],
         ["stats", ""],
         ["stats", "--config", ""],
     ],

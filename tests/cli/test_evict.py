@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli import evict as command
-from kvtier.cli.tables import UNKNOWN, when
+from kvtier.cli.tables import UNKNOWN, seconds, when
 from kvtier.config.settings import CONFIG_VARIABLE
-from kvtier.runtime.units import size
+from kvtier.runtime.units import rate, size
 from tests.cli.asking import Cli
 from tests.eviction.test_capacity import small_disk
 from tests.support.rig import Engine, saved_by_another
@@ -90,6 +90,11 @@ def test_enough_is_enough(live: Engine, cli: Cli) -> None:
 def test_a_time_has_a_bound(given: str, command: tuple[str, str], cli: Cli) -> None:
     """A pin for so long was made, and each listing of the pins ended with a traceback from then on."""
     assert "at most 115,740 days" in cli.errors(command[0], "kvtier.yaml", f"{command[1]}={given}", status=2)
+
+
+def test_numbers_have_no_exponent() -> None:
+    assert [seconds(value) for value in (999.7, 99.97, 0.9997, -7199)] == ["1,000 s", "100 s", "1,000 ms", "-7,199 s"]
+    assert [rate(value) for value in (999.7e6, 999.7e3, 1.234e12)] == ["1,000 MB/s", "1,000 kB/s", "1,234 GB/s"]
 
 
 @pytest.mark.parametrize("at_s", [1e20, 1e300, -1e300])
