@@ -433,6 +433,7 @@ def test_verify_takes_settings_too(config: Path, cli: Cli) -> None:
         ["stat"],
         ["index"],
         ["stats", "/x", "--jsn"],
+        ["quota", "x", "--tenant", "a", "--set", "1", "--reset"],
         ["quota", "x", "--tenant", "a", "--set", "0", "--unlimited"],
         ["stats", ""],
         ["stats", "--config", ""],
