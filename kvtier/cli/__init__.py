@@ -1,6 +1,7 @@
 """The command `kvtier`."""
 
 import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
+    for name, mode in (("stdin", "r"), ("stderr", "w")):  # closed, as by `2>&-`: print would write to stdout instead
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     if sys.stdout is None:  # closed, as by `>&-`: the next file that is opened would get its number
         print("standard output is closed: send it to a file, or to /dev/null", file=sys.stderr)
         return NOT_DONE
