@@ -62,9 +62,9 @@ class Rotated(Generic[T]):
 
 
 def _stamp(path: Path) -> _Stamp | None:
-    """Return the part of stat that changes with a file's content; None if the file is gone or unreachable."""
+    """Return the part of stat that changes with a file's content or rights; None if it is gone or unreachable."""
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns

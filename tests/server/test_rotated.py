@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config.server import ServerSettings
+from kvtier.errors import ConfigError
 from kvtier.server.auth import Role, Tokens
 from kvtier.server.rotated import CHECK_INTERVAL_S, Rotated
 from tests.server.serving import ADMIN, NEW, READER, put
@@ -33,3 +34,20 @@ def test_a_token_is_read_again_when_its_file_changes(tmp_path: Path, caplog: pyt
     assert len(caplog.records) == 3 and str(file) in caplog.text and NEW not in caplog.text
     put(file, ADMIN)
     assert roles(ADMIN, NEW) == [Role.ADMIN, None]
+
+
+def test_a_file_is_read_again_when_its_rights_change(tmp_path: Path) -> None:
+    file, clock = tmp_path / "admin-token", Clock()
+
+    def read() -> str:
+        if not file.stat().st_mode & 0o400:
+            raise ConfigError("server.admin_token_file", str(file), "no token can be read there")
+        return file.read_text()
+
+    put(file, "old")
+    tokens = Rotated("tokens", (file,), read, clock)
+    put(file, "new")
+    for mode, token in ((0, "old"), (0o600, "new")):
+        file.chmod(mode)
+        clock.now_s += CHECK_INTERVAL_S
+        assert tokens.now() == token
