@@ -104,7 +104,7 @@ def _index_of(path: Path | None, config: Path | None) -> Iterator[tuple[Root, In
         fix = "the index of this root is in Redis: name the engines' settings with --config FILE"
         raise ConfigError("index.url", None, fix)
     else:
-        index, where = open_embedded(root), str(root.index_path)
+        index, where = open_embedded(root, settings.index), str(root.index_path)
     with closing(index):
         yield root, index, where
 

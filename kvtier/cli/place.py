@@ -134,7 +134,7 @@ def deployment(
             _say_if_partial(index, place.root)
             yield _with_capacity_of_engines(place, opened(place.settings, place.root, index))
     else:
-        with readable_index(place.root) as index:
+        with readable_index(place.root, place.settings.index) as index:
             yield _with_capacity_of_engines(place, opened(place.settings, place.root, index))
 
 

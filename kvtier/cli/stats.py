@@ -44,7 +44,7 @@ def stats(path: PathArgument = None, config: ConfigOption = None, as_json: JsonO
 def _stats_of_root(place: CommandTarget, as_json: bool) -> int:
     """Print what a root stores and, if its own index can be opened, how its engines fare."""
     root = place.root
-    with readable_index(root) as index:
+    with readable_index(root, place.settings.index) as index:
         found = stats_of(root, index)
         is_own = not isinstance(index, MemoryIndex)  # one made from the headers knows no engines
         seen = snapshot(opened(place.settings, root, index)) if is_own else None

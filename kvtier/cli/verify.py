@@ -1,7 +1,7 @@
 """`kvtier verify`: read every record, and check every checksum and signature."""
 
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
 from kvtier.cli.app import app
@@ -24,17 +24,16 @@ def verify(path: PathArgument = None, config: ConfigOption = None, as_json: Json
     place = find_place(path, config)
     signer = place.settings.signing.signer()
     if place.settings.index.kind != "redis":  # an index in Redis says what should be on disk
-        return _verify(place.root, as_json, signer)
+        return _verify(place.root, as_json, signer, readable_index(place.root, place.settings.index))
     with deployment(path, config, reads=True) as opened:
-        return _verify(place.root, as_json, signer, opened.index)
+        return _verify(place.root, as_json, signer, nullcontext(opened.index))
 
 
-def _verify(root: Root, as_json: bool, signer: Signer | None, index: Index | None = None) -> int:
-    """Verify a root and print the findings. index: an open one; None: the root's own, or one made from the record
-    headers. signer: holds the secret of signed records; without it signatures are not checked."""
+def _verify(root: Root, as_json: bool, signer: Signer | None, index: AbstractContextManager[Index]) -> int:
+    """Verify a root and print the findings. signer: holds the secret of signed records; without it signatures are not
+    checked."""
     started = time.monotonic()
-    opened = readable_index(root) if index is None else nullcontext(index)
-    with opened as found, progress("verifying", "segments") as show:
+    with index as found, progress("verifying", "segments") as show:
         report = read_all(root, found, show, signer)
     if as_json:
         print_json({"root": str(root.path), **asdict(report), "bad": [finding._asdict() for finding in report.bad]})

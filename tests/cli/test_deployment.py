@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvtier.cli import bench, bench_storage, progress, tables
+from kvtier.cli import root as own_index
 from kvtier.config.settings import CONFIG_VARIABLE
 from kvtier.eviction.evictor import EvictionResult, Evictor
 from kvtier.index.lmdb.index import LmdbIndex
@@ -411,6 +412,22 @@ def test_bench_of_less_than_a_record_is_refused(config: Path, cli: Cli) -> None:
 def test_bench_of_a_full_disk_is_said(config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setattr(bench.bench_storage, "RECORD_BYTES", 1 << 60)
     assert "no room for" in cli.refused("bench", str(config))
+
+
+def test_commands_open_the_index_as_the_settings_say(config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    """They waited 2 s for its locks, whatever index.timeout_s was."""
+    config.write_text(f"{config.read_text()}index: {{map_bytes: 32MiB, timeout_s: 7}}\n")
+    given = []
+
+    class Noted(LmdbIndex):
+        def __init__(self, path: str, map_bytes: int = 0, timeout_s: float = 0.0) -> None:
+            given.append((map_bytes, timeout_s))
+            super().__init__(path, map_bytes, timeout_s)
+
+    monkeypatch.setattr(own_index, "LmdbIndex", Noted)
+    for words in (("index", "check"), ("index", "rebuild"), ("verify",)):
+        cli.run(*words, str(config))
+    assert given == [(32 << 20, 7.0)] * 3
 
 
 def test_verify_takes_settings_too(config: Path, cli: Cli) -> None:
