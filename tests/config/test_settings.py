@@ -259,6 +259,10 @@ def test_sets_are_smaller_where_only_a_small_capacity_is_set() -> None:
 def test_what_is_just_enough_is_taken() -> None:
     for given in (
         {"segment_bytes": 12288, "capacity_bytes": 12288},
+        {"segment_bytes": 1 << 20, "capacity_bytes": 4 << 20, "capacity": {"low_watermark": 0.25}},
+        {"segment_bytes": 1 << 20, "capacity": {"namespace_quota_bytes": 1 << 20}},
+        {"touch_interval_s": 5, "capacity": {"ttl_s": 10, "low_watermark": 0.95}},
+        {"capacity": {"tenants": [TENANT | {"name": "ä" * 16}]}},
         {"hbm": {"admit": "second_hit", "arena_bytes": 0}},  # as default.yaml has it
         {"hbm": {"admit": "saved", "arena_bytes": "4GiB"}},
         *({"io": {"stripes": stripes}} for stripes in (1, "16", "auto")),
@@ -323,7 +327,7 @@ TENANT: dict[str, Any] = {"name": "a", "cache_salts": ["x"]}
                 ({"tenants": [TENANT, TENANT | {"cache_salts": ["y"]}]}, "tenants"),
                 ({"tenants": [TENANT, TENANT | {"name": "b"}]}, "tenants"),
                 ({"tenants": [TENANT | {"name": "ä" * 17}]}, "tenants.0.name"),
-                ({"tenants": [TENANT | {"name": "a/b"}]}, "tenants.0.name"),
+                *(({"tenants": [TENANT | {"name": name}]}, "tenants.0.name") for name in ("a/b", "a\nb", " a")),
                 ({"tenants": [TENANT | {"cache_salts": []}]}, "tenants.0.cache_salts"),
                 ({"tenants": [TENANT | {"quota_bytes": 9}]}, "tenants.a.quota_bytes"),
             )
