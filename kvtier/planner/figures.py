@@ -99,9 +99,11 @@ def make_plan(asked: PlanRequest) -> CapacityPlan:
     weights = read_weights(asked.model, model)
     hbm = plan_hbm(model, geometry, weights.n_bytes, engine)
     if hbm.kv_bytes <= 0:
+        has_room = hbm.kv_bytes + hbm.weights_bytes > 0  # for weights, if they were fewer
         fix = (
             f"a rank has {size(hbm.weights_bytes)} of weights and {size(engine.reserve_bytes)} of reserve, of "
-            f"{size(engine.gpu_bytes * engine.utilization)}: raise --tensor-parallel or --pipeline-parallel"
+            f"{size(engine.gpu_bytes * engine.utilization)}: "
+            + ("raise --tensor-parallel or --pipeline-parallel" if has_room else "lower --reserve")
         )
         raise ConfigError("--gpu-memory", engine.gpu_bytes, fix)
     sizes, refused = chunks_of_codecs(geometry, shares)

@@ -290,6 +290,7 @@ def test_a_rate_in_bits(rate: str, model: str, cli: Cli) -> None:
 
 NOT_FOR_THE_MODEL = [
     (("--gpu-memory", "10GB"), "raise --tensor-parallel or --pipeline-parallel"),
+    (("--gpu-memory", "4GB"), "lower --reserve"),
     ((*GPU, "--tensor-parallel", "3"), "--tensor-parallel = 3: the model's 32 attention heads do not divide"),
     ((*GPU, "--chunk-tokens", "250"), "a multiple of 16"),
     ((*GPU, "--pipeline-parallel", "33"), "--pipeline-parallel = 33: the model has 32 layers"),
