@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from kvtier.config.index import IndexSettings
 from kvtier.errors import ConfigError, IndexUnavailable
@@ -449,6 +450,11 @@ def test_wrong_logins_are_refused_without_a_word_of_the_password(tmp_path: Path)
         wrong.write_text("hunter2\n")
         fault = refusal(good.model_copy(update={"password_file": wrong}))
         assert fault.key == "index.password_file" and "hunter2" not in str(fault)
+        given = good.model_copy(update={"password_file": None, "password": SecretStr("hunter2")})
+        fault = refusal(given)
+        assert (fault.key, fault.value) == ("index.password", "***") and "correct it" in fault.fix
+        fault = refusal(good.model_copy(update={"password_file": None, "username": None}))
+        assert (fault.key, fault.value) == ("index.password", None) and "set password_file" in fault.fix
         fault = refusal(good.model_copy(update={"prefix": "others"}))
         assert fault.key == "index.username" and "~others:*" in fault.fix
         fault = refusal(good.model_copy(update={"tls_ca_file": None}))

@@ -156,11 +156,12 @@ class Binding:
         path = self._settings.password_file
         if isinstance(error.__cause__, ConfigError):  # the file cannot be read
             return error.__cause__
-        if path is None:
-            fix = f"Redis refuses the login: {said}; set username and password_file"
-            return ConfigError("index.password", "", fix)
-        fix = f"Redis refuses the login with the password in this file: {said}; correct it, or index.username"
-        return ConfigError("index.password_file", str(path), fix)
+        if path is None and self._settings.password is None:
+            fix = f"Redis asks for a login: {said}; set password_file, and username where it is not the default one"
+            return ConfigError("index.password", None, fix)
+        fix = f"Redis refuses the login with this password: {said}; correct it, or index.username"
+        key = "index.password" if path is None else "index.password_file"
+        return ConfigError(key, "" if path is None else str(path), fix)
 
     def _no_single(self) -> ConfigError:
         fix = "that is a node of a cluster: begin the URL with redis+cluster://"
