@@ -26,8 +26,10 @@ def roles_of(role: object) -> tuple[bool, bool]:
 def check_policy(policy: object) -> None:
     """Raises ConfigError for a policy that ends requests."""
     if policy != POLICY:
-        fix = f'add "kv_load_failure_policy": "{POLICY}" to --kv-transfer-config: a block that cannot be loaded is then'
-        raise ConfigError("kv_load_failure_policy", policy, f"{fix} computed, instead of ending its request")
+        # In a MultiConnector the place matters: the policy of the whole does not count for kvtier's own entry.
+        fix = f'add "kv_load_failure_policy": "{POLICY}" beside "kv_connector": "{CONNECTOR}" in --kv-transfer-config'
+        why = "a block that cannot be loaded is then computed, instead of ending its request"
+        raise ConfigError("kv_load_failure_policy", policy, f"{fix}: {why}")
 
 
 def policy_of_multi(policy: object) -> str:

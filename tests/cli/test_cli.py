@@ -301,6 +301,7 @@ def test_check_finds_kvtier_in_a_multi_connector(config: Path, cli: Cli) -> None
         ((other,), "add KVTierConnector to its connectors"),
         ((other, child | {"kv_role": "both"}), "kv_role = 'both'"),
         ((child | {"kv_load_failure_policy": "fail"},), "kv_load_failure_policy = 'fail'"),
+        ((child | {"kv_load_failure_policy": "fail"},), 'beside "kv_connector": "KVTierConnector"'),
     ):
         assert said in cli.errors("check", "--kv-transfer-config", multi(*children))
 
