@@ -206,7 +206,7 @@ def parse_url(url: str) -> RedisPlace:
 
 
 def _host(text: str, port: int) -> tuple[str, int]:
-    match = re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[^:\[\]\s]+)(?::(\d{1,5}))?", text)
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+(?:%\w+)?\]|[^:\[\]\s]+)(?::(\d{1,5}))?", text)
     if match is None:
         raise ValueError("a host is a name or an address, with :PORT behind it; several are divided by commas")
     port = int(match[2] or port)
@@ -215,5 +215,5 @@ def _host(text: str, port: int) -> tuple[str, int]:
     try:
         match[1].encode("idna")  # as getaddrinfo does, whose exception no client of Redis expects
     except UnicodeError:
-        raise ValueError("a host's name has 1 to 63 characters between two dots") from None
+        raise ValueError("no such host can be looked up: each part between dots has 1 to 63 characters") from None
     return match[1].strip("[]"), port

@@ -343,7 +343,7 @@ def _environment(settings_cls: type[Settings]) -> Mapping[str, Any]:
     """Return the values that KVTIER_* variables set. Raises ConfigError for a variable without a setting."""
     paths = list(_paths(settings_cls))
     leaves = [path for path in paths if not any(other[:-1] == path for other in paths)]
-    values = [*map(_variable, leaves)]  # which Pydantic reads in small letters too
+    values = [*map(_variable, leaves)]  # Pydantic reads these in small letters too
     names = [*values, CONFIG_VARIABLE]
     removed = {_variable(path): fix for path, fix in REMOVED_KEYS.items()}
     for name, value in os.environ.items():

@@ -94,7 +94,7 @@ def stats(root: Root, index: Index) -> RootStats:
     n_bytes = 0
     for folder in namespace_folders(root.folder):
         files = SegmentFiles(folder, direct=False)
-        folder_bytes = sum(sum(sizes.values()) for sizes in files.sizes().values())
+        folder_bytes = sum(sum(sizes.values()) for sizes in files.sizes().values() if sizes is not None)
         n_bytes += folder_bytes
         try:
             namespace = read_namespace(folder)
@@ -149,10 +149,12 @@ class _Verifier:
                 progress(done, len(segments))
                 self._segment(ring, files, set_id, part, expected.pop((set_id, part), {}))
         progress(len(segments), len(segments))
+        # Listed again, because engines that run may have created some since.
+        later = namespace_folders(self._root.folder) if expected else []
+        created = {name for folder in later for name in SegmentFiles(folder, direct=False).ids()}
         for (set_id, part), slots in expected.items():
             place = (self._namespaces[set_id], segment_name(set_id, part))
-            # Engines that run may have created it since the folders were listed.
-            if not SegmentFiles(self._root.folder / place[0], direct=False).exists(set_id, part):
+            if (set_id, part) not in created:
                 self._bad += [Finding(*place, slot, "its segment is missing") for slot in slots]
         for files in tiers:
             files.close()

@@ -102,7 +102,7 @@ class Sweeper:
             self._mend_sum()
             self._remover.finish(self.clock())
             known = {info.set_id: info for info in self._index.sets()}
-            on_disk: dict[int, dict[int, int]] = {}
+            on_disk: dict[int, dict[int, int] | None] = {}
             for files in self._namespaces():
                 on_disk.update(files.sizes())
                 self._settle_orphans(files, known)
@@ -113,6 +113,8 @@ class Sweeper:
             for info in known.values():
                 self._lease.renew()
                 sizes = on_disk.get(info.set_id, {})
+                if sizes is None:
+                    continue  # a later sweep settles it, when the status of all its files can be read
                 if info.is_open or info.set_id in looked_into or sum(sizes.values()) != info.n_bytes:
                     self._settle(info, sizes)
             remove_leftovers(self._folder, self._disk_s() - ORPHAN_GRACE_S)
@@ -181,7 +183,7 @@ class Sweeper:
             self._index.take_over(set_id)  # first: else a record could be published after the truncation removed it
             members = self._index.members(set_id)
             self._overbooked_bytes += info.n_bytes - self._measured(info, members)
-            if members:  # else the index may have lost them just now, and its rebuild reads the files
+            if members:  # Without any, the index may just have lost them. Its rebuild then reads these files.
                 self._trim(info, [location for _, location in members])
             self._index.close_set(set_id, self._measured(info, members))
 

@@ -34,5 +34,5 @@ def rate(bytes_s: float | None) -> str:
 
 
 def significant(value: float) -> str:
-    """Return a number with three significant digits, or more before the point, without an exponent: "0.25", "1,000"."""
+    """Return a number with three significant digits, or all digits before the point: "0.25", "1,000"."""
     return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"

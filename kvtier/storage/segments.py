@@ -185,29 +185,39 @@ class SegmentFiles(OpenSegments):
         return [(set_id, [part for _, part in found]) for set_id, found in groupby(self.ids(), key=itemgetter(0))]
 
     def exists(self, set_id: int, part: int) -> bool:
-        """Return False when the file is gone."""
+        """Return True if the file exists, or if its status cannot be read."""
         try:
             return self._status(set_id, part) is not None
         except OSError:  # as while a part of the storage is down
             return True
 
-    def sizes(self) -> dict[int, dict[int, int]]:
-        """Return the bytes on disk of each file in the folder, by set id and part."""
-        return {set_id: self._sizes_of(set_id, parts) for set_id, parts in self.sets()}
+    def sizes(self) -> dict[int, dict[int, int] | None]:
+        """Return the bytes on disk of each file in the folder, by set id and part; None for a set with a file whose
+        status cannot be read, as while a part of the storage is down."""
+        found = {set_id: self._sizes_of(set_id, parts) for set_id, parts in self.sets()}
+        return {set_id: sizes if are_all else None for set_id, (sizes, are_all) in found.items()}
 
     def part_bytes(self, set_id: int) -> dict[int, int]:
-        """Return the bytes on disk of the set's files, by part. Stats no other file: there may be a million."""
-        return self._sizes_of(set_id, self._parts_of(set_id))
+        """Return the bytes on disk of the set's files, by part, without those whose status cannot be read. Stats no
+        other file: there may be a million."""
+        return self._sizes_of(set_id, self._parts_of(set_id))[0]
 
     def _parts_of(self, set_id: int) -> list[int]:
         return [part for found, part in self.ids() if found == set_id]
 
-    def _sizes_of(self, set_id: int, parts: Sequence[int]) -> dict[int, int]:
+    def _sizes_of(self, set_id: int, parts: Sequence[int]) -> tuple[dict[int, int], bool]:
+        """Return the bytes on disk by part, and False if the status of a file cannot be read."""
         sizes: dict[int, int] = {}
+        are_all = True
         for part in parts:
-            with suppress(OSError):  # it is gone, or its status cannot be read, as while a part of the storage is down
-                sizes[part] = os.lstat(self.folder / segment_name(set_id, part)).st_blocks * 512
-        return sizes
+            try:
+                status = self._status(set_id, part)
+            except OSError:
+                are_all = False
+                continue
+            if status is not None:
+                sizes[part] = status.st_blocks * 512
+        return sizes, are_all
 
     def set_bytes_of(self, set_id: int) -> int:
         """Return the bytes that the files of one set take on disk."""
@@ -250,7 +260,7 @@ class SegmentFiles(OpenSegments):
         """Unlink the set's files. Readers that have one open go on reading (I3). Return the size of the files found."""
         self._close_everywhere(set_id)  # also files that another process has removed
         parts = self._parts_of(set_id)
-        sizes = self._sizes_of(set_id, parts)
+        sizes, _ = self._sizes_of(set_id, parts)
         return sum(sizes.get(part, 0) for part in parts if self._unlink(set_id, part))
 
     def unlink(self, set_id: int, part: int) -> bool:

@@ -92,6 +92,16 @@ def test_a_bad_entry_is_reported_once(tmp_path: Path) -> None:
     assert sum(row.what.startswith("chunk ") for row in found.disagreements) == 1
 
 
+def test_records_behind_a_link_are_missing(tmp_path: Path) -> None:
+    """`verify` reads no folder that is a link."""
+    engine = tiny(tmp_path)
+    engine.save(tokens_of(1), BLOCKS)
+    (folder,) = {path.parent for path in tmp_path.glob("v2/*/*.kvseg")}
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert scrub.verify(find_root(tmp_path), engine.store._keeper._index).bad
+
+
 def test_a_segment_that_is_created_while_verify_runs_is_not_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

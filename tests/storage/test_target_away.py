@@ -159,3 +159,19 @@ def test_a_sweep_and_verify_go_on_although_the_status_of_a_file_cannot_be_read(
     sweeper.sweep()
     assert sweeper.swept_s() and {info.set_id for info in sets} <= {info.set_id for info in index.sets()}
     assert {finding.segment for finding in verify(find_root(tmp_path), index).bad} == {path.name}
+
+
+def test_a_sweep_leaves_a_set_with_an_unreadable_status_to_a_later_one(
+    tmp_path: Path, half_away: tuple[LmdbIndex, list[SetInfo], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a local file system, and where the index has lost the set's records: it was measured as smaller, and a
+    set without records was removed with its files."""
+    index, sets, path = half_away
+    monkeypatch.setattr(FileSystem, "visibility", Visibility.LOCAL)
+    n_bytes = index.counts().n_bytes
+    Sweeper(index, tmp_path / "v2", "me").sweep()
+    assert index.counts().n_bytes == n_bytes
+    for key, place in index.members(sets[0].set_id):
+        index.retract(key, place)
+    Sweeper(index, tmp_path / "v2", "me").sweep()
+    assert path.exists() and sets[0].set_id in {info.set_id for info in index.sets()}

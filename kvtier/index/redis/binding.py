@@ -160,8 +160,8 @@ class Binding:
             fix = f"Redis asks for a login: {said}; set password_file, and username where it is not the default one"
             return ConfigError("index.password", None, fix)
         fix = f"Redis refuses the login with this password: {said}; correct it, or index.username"
-        key = "index.password" if path is None else "index.password_file"
-        return ConfigError(key, "" if path is None else str(path), fix)
+        key, value = ("index.password", "") if path is None else ("index.password_file", str(path))
+        return ConfigError(key, value, fix)
 
     def _no_single(self) -> ConfigError:
         fix = "that is a node of a cluster: begin the URL with redis+cluster://"
