@@ -9,11 +9,12 @@ from kvtier.eviction.set_removal import Remover
 from kvtier.index.base import NewRecord
 from kvtier.index.memory import MemoryIndex
 from kvtier.maintenance import consistency_check, scrub
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.storage.root import find_root, namespace_folders
 from kvtier.storage.segments import segment_name
 from tests.eviction.test_capacity import BLOCKS, tiny, tokens_of
 from tests.scheduler.test_slow_writers import before, once
-from tests.support.rig import Engine
+from tests.support.rig import Engine, saved_by_another
 
 
 def test_folders_are_listed_once_for_each_look_however_many_sets_are_doubtful(
@@ -79,6 +80,53 @@ def test_a_record_is_no_disagreement_once_the_other_record_of_its_chunk_was_evic
     found = consistency_check.check_consistency(folder, index, wait=lambda seconds: None)
     assert (found.records, found.indexed, found.unnamed, found.n_disagreements) == (1, 0, 1, 0) and found.is_clean
     assert [row.segment for row in found.unnamed_places] == [segment_name(second.set_id, second.part)]
+
+
+def checked(root: Path, index: MemoryIndex) -> consistency_check.ConsistencyReport:
+    return consistency_check.check_consistency(find_root(root), index, wait=lambda seconds: None)
+
+
+def test_a_record_that_a_set_s_own_list_lacks_is_a_disagreement(tmp_path: Path) -> None:
+    """It would stay in its chunk's entry when the set is removed."""
+    saved_by_another(tmp_path, tokens_of(1), BLOCKS)
+    index = MemoryIndex()
+    assert Sweeper(index, tmp_path / "v2", "me").rebuild() is not None and checked(tmp_path, index).is_clean
+    (info,) = index.sets()
+    del index._members[info.set_id][0, 4]
+    found = checked(tmp_path, index)
+    assert [row.what for row in found.disagreements] == [
+        "5 of its records are in chunks' entries, but 4 in its own list"
+    ]
+
+
+def test_records_that_are_about_to_be_published_and_segments_without_a_header_are_no_disagreement(
+    tmp_path: Path,
+) -> None:
+    saved_by_another(tmp_path, tokens_of(1), BLOCKS)
+    (path,) = tmp_path.glob("v2/*/*.kvseg")
+    path.with_name(segment_name(99, 0)).write_bytes(bytes(1 << 20))
+    index = MemoryIndex()
+    assert Sweeper(index, tmp_path / "v2", "me").rebuild() is not None
+    (info,) = index.sets()
+    index.remove_set(info.set_id)
+    index.create_set(replace(info, is_open=True, owner="living"))
+    found = checked(tmp_path, index)
+    assert (found.records, found.unpublished, found.unnamed, found.is_clean) == (5, 5, 0, True)
+    assert found.segments == 2
+
+
+def test_another_record_at_the_place_of_an_entry_is_a_disagreement(tmp_path: Path) -> None:
+    saved_by_another(tmp_path, tokens_of(1), BLOCKS)
+    index = MemoryIndex()
+    assert Sweeper(index, tmp_path / "v2", "me").rebuild() is not None
+    (info,) = index.sets()
+    (key, at), *_ = index.members(info.set_id)
+    index.retract(key, at)
+    other = at._replace(checksums=(1,) * len(at.checksums))
+    assert index.publish([NewRecord(key, other, at.extent)], into_unowned=True) == 1
+    found = checked(tmp_path, index)
+    assert [row.what for row in found.disagreements] == ["is not the record that the index names there"]
+    assert found.indexed == 4
 
 
 def test_a_bad_entry_is_reported_once(tmp_path: Path) -> None:
