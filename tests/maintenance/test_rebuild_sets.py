@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from kvtier.maintenance.sweep_lease import SWEEP_LEASE
 from kvtier.maintenance.sweeper import CLOCK_TOLERANCE_S, ORPHAN_GRACE_S, Sweeper
 from kvtier.storage.segments import SegmentFiles, segment_name
 from tests.scheduler.test_slow_writers import before, by_hand, once
-from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, saved_by_another
+from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, geometry, saved_by_another
+from tests.worker.test_faults import flip_payload
 
 HEADER_BYTES = 4096
 
@@ -335,3 +337,44 @@ def test_stale_header_pages_of_a_shared_disk_retract_nothing(tmp_path: Path, mon
     now_s += read_back.SETTLED_S + 1
     assert keeper.rebuild() is not None
     assert len(index.resolve(keys)) == 5
+    flip_payload(paths[0], 4)
+    now_s = time.time()
+    for n_left, later_s in ((5, 0), (4, read_back.SETTLED_S + 1)):
+        now_s += later_s
+        done = keeper.rebuild()
+        assert done is not None and done.gone_records == 5 - n_left, "its bytes may be about to arrive"
+        assert len(index.resolve(keys)) == n_left
+
+
+@pytest.mark.parametrize(
+    ("is_open", "may_be_away"), [(False, False), (True, True)], ids=["local disk", "open set of a dead writer"]
+)
+def test_a_sweep_reads_no_file_without_records_back_that_cannot_have_been_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_open: bool, may_be_away: bool
+) -> None:
+    """On a local disk its records were retracted as bad. The file of a dead writer is truncated, with what it was
+    refused."""
+    _, _, index = lost(tmp_path, ranks=2)
+    keeper = Sweeper(index, tmp_path / "v2", "me")
+    monkeypatch.setattr(keeper, "_may_be_away", may_be_away)
+    monkeypatch.setattr(keeper._recovery, "_may_be_away", may_be_away)
+    assert keeper.rebuild() is not None
+    (info,) = index.sets()
+    left = [NewRecord(key, at, geometry().whole) for key, at in index.members(info.set_id) if at.rank == 0]
+    index.remove_set(info.set_id)
+    index.create_set(replace(info, is_open=is_open, owner="dead"), left)
+    keeper.sweep()
+    assert {at.rank for _, at in index.members(info.set_id)} == {0} and index.counts().records == 5
+    assert not index.sets()[0].is_open
+
+
+@pytest.mark.parametrize("gone", [1, 2])
+def test_a_file_that_goes_between_its_listing_and_its_reading_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: int
+) -> None:
+    paths, _, index = lost(tmp_path, ranks=2)
+    keeper = Sweeper(index, tmp_path / "v2", "me")
+    unlink = once(lambda: [path.unlink() for path in paths[:gone]])
+    monkeypatch.setattr(SetRecovery, "_read_segment", before(SetRecovery._read_segment, unlink))
+    done = keeper.rebuild()
+    assert done is not None and done.records == 5 * (2 - gone) and done.unreadable == ()

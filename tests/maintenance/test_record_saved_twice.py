@@ -13,8 +13,10 @@ import torch
 
 from kvtier.cli import main
 from kvtier.index.base import Location
+from kvtier.index.memory import MemoryIndex
 from kvtier.maintenance import record_check
 from kvtier.maintenance.record_check import RecordVerdict, judge
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.storage.segments import SegmentFiles, parse_segment_name
 from tests.scheduler.test_slow_writers import sweeper
 from tests.support.rig import BLOCKS, TARGET, TOKENS, Engine, is_equal, saved_by_another
@@ -91,6 +93,19 @@ def test_a_rebuild_says_how_many_records_it_took_out(tmp_path: Path, capsys: pyt
         assert main(["index", "rebuild", "--json", str(tmp_path)]) == 0
         found = json.loads(capsys.readouterr().out)
         assert (found["gone_records"], found["bad_records"]) == (0, bad_records)
+
+
+@pytest.mark.parametrize("is_other_good", [True, False])
+def test_where_reads_may_be_stale_a_bad_record_goes_only_if_a_good_one_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_other_good: bool
+) -> None:
+    saved_again_in_an_older_set(tmp_path)
+    if not is_other_good:
+        flip_payload(min(tmp_path.glob("v2/*/*.kvseg")), 0)
+    keeper = Sweeper(MemoryIndex(), tmp_path / "v2", "me")
+    monkeypatch.setattr(keeper._recovery, "_may_be_away", True)
+    done = keeper.rebuild()
+    assert done is not None and done.bad_records == is_other_good
 
 
 @pytest.fixture
