@@ -15,10 +15,11 @@ import pytest
 
 from kvtier.eviction.room import LATE_S, PROBE_INTERVAL_S, SETTLE_FIRST_S, Room
 from kvtier.eviction.set_removal import Remover
+from kvtier.index.memory import MemoryIndex
+from kvtier.maintenance.sweeper import Sweeper
 from kvtier.scheduler.segment_allocator import SlotAllocators
 from kvtier.storage import segments
 from kvtier.storage.filesystem import RESERVED_FILES, FreeSpace
-from kvtier.storage.root import remove_leftovers
 from kvtier.worker.record_writer import FULL_PAUSE_S
 from tests.engines.disk import Disk, disk
 from tests.eviction.test_capacity import BLOCKS, SEGMENT_BYTES, tokens_of
@@ -273,7 +274,7 @@ def test_a_sweep_removes_what_crashed_nodes_left_open(tmp_path: Path) -> None:
     for name in names:
         (folder / name).write_bytes(b"x")
         os.utime(folder / name, (1, 1))
-    remove_leftovers(tmp_path / "v2", time.time() - 600)
+    Sweeper(MemoryIndex(), tmp_path / "v2", "me").sweep()
     assert len(list(folder.iterdir())) == 4, "renamed just now: a read may be under way"
-    remove_leftovers(tmp_path / "v2", time.time() + 600)
+    Sweeper(MemoryIndex(), tmp_path / "v2", "me", clock=lambda: time.time() + 1200).sweep()
     assert sorted(path.name for path in folder.iterdir()) == sorted(names[2:])

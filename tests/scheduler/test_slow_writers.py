@@ -161,6 +161,18 @@ def test_another_record_of_the_same_is_as_good(tmp_path: Path, monkeypatch: pyte
     assert first.load(tokens_of(1), TARGET)[0] == 2
 
 
+def test_a_load_of_chunks_that_are_being_saved_loses_none_of_the_answers(tmp_path: Path) -> None:
+    """Another engine has stored them. Their slots are blank, and would not be given again."""
+    writer, other = engine_of(tmp_path, 6), engine_of(tmp_path, 6)
+    writer.wait_for_set()
+    plan = writer.plan(tokens_of(1), BLOCKS)
+    assert told(other, tokens_of(1)) == {SaveOutcome.SAVED}
+    assert writer.load(tokens_of(1), TARGET)[0] == 2
+    assert {done.outcome for done in writer.run_save(plan)} == {SaveOutcome.PRESENT}
+    again = writer.plan(tokens_of(2), BLOCKS)
+    assert {(chunk.set_id, chunk.slot) for chunk in again.chunks} == {(at.set_id, at.slot) for at in plan.chunks}
+
+
 def test_an_engine_whose_index_is_lost_goes_on_in_sets_that_the_new_one_knows(tmp_path: Path) -> None:
     """It used to write on into sets of which the index knew nothing, up to nine of them."""
     writer, other = engine_of(tmp_path, 6), engine_of(tmp_path, 6)
@@ -332,6 +344,7 @@ def test_what_a_late_writer_made_of_an_epoch_that_was_left_goes_with_it(tmp_path
     engine.store.reset()
     keeper.tick()
     assert not folder.exists()
+    assert folder.name not in {info.namespace.hex() for info in keeper._index.sets()}
 
 
 def test_no_set_is_left_open_by_an_epoch_that_ends_while_its_keeper_ticks(tmp_path: Path) -> None:
