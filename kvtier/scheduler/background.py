@@ -103,7 +103,7 @@ class _Due:
 @dataclass(slots=True)
 class _Space:
     """State of the disk. was_refused, has_saved: a save met a full disk, or succeeded, since the last tick.
-    refused_bytes: capacity at the time when a set could not be created; None: none was refused since."""
+    refused_bytes: capacity at the last time when a set could not be created; None: there was none."""
 
     room: Room
     was_refused: bool = False
@@ -381,13 +381,14 @@ class Keeper:
             free_bytes = self._sweeper.free_space().for_sets(self._plan.set_bytes, self._plan.set_files)
             if self._space.room.is_waiting(now, free_bytes):
                 return
-        if self._space.refused_bytes is not None:
-            if not any(allocator.backoff.is_resting(now) for allocator in allocators.all()):
-                self._space.refused_bytes = None
-            elif self._capacity_bytes(now) >= self._space.refused_bytes + self._plan.set_bytes:
-                self._space.refused_bytes = None
-                for allocator in allocators.all():
-                    allocator.backoff.clear()
+        refused_bytes = self._space.refused_bytes
+        if (
+            refused_bytes is not None
+            and any(allocator.backoff.is_resting(now) for allocator in allocators.all())
+            and self._capacity_bytes(now) >= refused_bytes + self._plan.set_bytes
+        ):
+            for allocator in allocators.all():
+                allocator.backoff.clear()
         for allocator in allocators.all():
             while allocator.wants_set() and not allocator.backoff.is_resting(now):
                 if not self._make_set(namespace, allocator, now):
