@@ -11,7 +11,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -113,13 +113,15 @@ class _Space:
 
 @dataclass(slots=True)
 class _Pending:
-    """Changes that are not in the index yet. An id is removed once its change is there."""
+    """Changes that are not in the index yet. An id is removed once its change is there. uses: at most one for each set
+    of the root."""
 
     epochs: deque[tuple[Namespace, SlotAllocators]] = field(default_factory=deque)
     to_trim: deque[int] = field(default_factory=deque)
     to_close: deque[int] = field(default_factory=deque)
     to_drop: deque[int] = field(default_factory=deque)
     to_erase: deque[bytes] = field(default_factory=deque)
+    uses: dict[int, Use] = field(default_factory=dict)
 
 
 class Keeper:
@@ -328,10 +330,11 @@ class Keeper:
             self._pending.to_drop += unused
             if namespace.epoch.startswith(PRIVATE_EPOCH):
                 self._pending.to_erase.append(namespace.id)
-        _settle(self._pending.to_trim, self._sweeper.close_early)
-        _settle(self._pending.to_close, self._sweeper.close_set)
-        _settle(self._pending.to_drop, self._index.remove_set)
-        _settle(self._pending.to_erase, self._sweeper.erase_namespace)  # private: no lookup can name it again
+        with ExitStack() as queues:  # calls the others although one raises, the last one first
+            queues.callback(_settle, self._pending.to_erase, self._sweeper.erase_namespace)  # no lookup can name it
+            queues.callback(_settle, self._pending.to_drop, self._index.remove_set)
+            queues.callback(_settle, self._pending.to_close, self._sweeper.close_set)
+            queues.callback(_settle, self._pending.to_trim, self._sweeper.close_early)
 
     def _record_uses(self, now: float) -> None:
         if now >= self._due.touch_s:
@@ -485,17 +488,22 @@ class Keeper:
         return None
 
     def _record_uses_now(self) -> None:
-        used: dict[int, Use] = {}
+        used = self._pending.uses
         while self._recent:
             at_s, set_ids = self._recent.popleft()
             for set_id in set_ids:  # chunks of one load count as one use of their set
                 used[set_id] = Use(at_s, used.get(set_id, Use(0.0, 0)).count + 1)
         if used:
             self._index.touch(used)
+            used.clear()
 
 
 def _settle(ids: deque[T], settle: Callable[[T], object]) -> None:
-    """Call `settle` for each id. An id is removed once its call has returned."""
+    """Call `settle` for each id, until one fails. An id is removed once its call has returned."""
     while ids:
-        settle(ids[0])
+        try:
+            settle(ids[0])
+        except (KVTierError, OSError):
+            ids.rotate(-1)  # so that the next time begins with the others
+            raise
         ids.popleft()

@@ -1,6 +1,7 @@
 """Duties of a keeper in one tick: the time that each is told, what the log says of one that failed, and what the end
 of a set leaves."""
 
+import errno
 import logging
 import random
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 
 from kvtier.errors import IndexUnavailable
 from kvtier.eviction.evictor import Evictor
+from kvtier.index import entry
+from kvtier.index.base import Location, SetInfo, Use, writer_lease
 from kvtier.index.memory import MemoryIndex
 from kvtier.maintenance.sweeper import Sweeper
 from kvtier.scheduler.background import LIMITS_INTERVAL_S, Keeper, KeeperPlan
@@ -81,3 +84,75 @@ def test_a_set_without_files_that_is_closed_early_leaves_no_room(keeper: Keeper)
     keeper._sweeper.close_early(info.set_id)
     assert keeper._sweeper.take_overbooked() == info.n_bytes == 100
     assert keeper._sweeper.take_overbooked() == 0
+
+
+def add_sets(keeper: Keeper, *set_ids: int) -> None:
+    """Register open sets of this engine that its allocators do not have."""
+    for set_id in set_ids:
+        keeper._index.create_set(SetInfo(set_id, keeper._epoch[0].id, "me", 100, 1e9, 1e9))
+
+
+def open_sets(keeper: Keeper, *set_ids: int) -> set[int]:
+    return {info.set_id for info in keeper._index.some_sets(set_ids) if info.is_open}
+
+
+def test_a_set_that_an_index_from_an_earlier_time_shows_open_is_closed(keeper: Keeper) -> None:
+    """No other engine closes the sets of one that lives, and an open set is not evicted."""
+    keeper.tick()
+    add_sets(keeper, 1)
+    keeper._index.release_lease(writer_lease("me"), "me")
+    keeper._due.renew_s = 0.0
+    keeper.tick()
+    assert open_sets(keeper, 1) == set()
+    assert open_sets(keeper, *keeper.allocators.set_ids()) == keeper.allocators.set_ids() != set()
+
+
+@pytest.mark.parametrize("failing", ["close_set", "close_early"])
+def test_a_set_that_cannot_be_closed_keeps_no_other_waiting(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """As where the storage of one namespace's folder is down."""
+    keeper.tick()
+    add_sets(keeper, 1, 2, 3)
+    plain = getattr(Sweeper, failing)
+
+    def fail(sweeper: Sweeper, set_id: int) -> None:
+        if set_id == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        plain(sweeper, set_id)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Sweeper, failing, fail)
+        keeper._pending.to_trim += [1, 2] if failing == "close_early" else []
+        keeper._pending.to_close += [3] if failing == "close_early" else [1, 2, 3]
+        keeper.tick()
+        keeper.tick()
+        assert open_sets(keeper, 1, 2, 3) == {1}
+    keeper.tick()
+    assert open_sets(keeper, 1, 2, 3) == set()
+
+
+def test_uses_that_the_index_did_not_take_are_recorded_later(
+    keeper: Keeper, now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were lost, so the sets that lookups had hit most were evicted first after a pause of the index."""
+    keeper.tick()
+    add_sets(keeper, 1)
+    shape = geometry().whole
+    value = entry.add(None, Location(1, 0, 0, 4096, shape, (0,) * shape.n_heads), shape)
+    assert value is not None
+
+    def refuse(_: MemoryIndex, used: dict[int, Use]) -> None:
+        raise IndexUnavailable("no answer in 50 ms")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryIndex, "touch", refuse)
+        keeper.book_load([value], 1e9 + 1)
+        now[0] += 5.0
+        keeper.tick()
+    keeper.book_load([value], 1e9 + 6)
+    for _ in range(2):
+        now[0] += 5.0
+        keeper.tick()
+    (info,) = keeper._index.some_sets([1])
+    assert (info.uses, info.used_s) == (2, 1e9 + 6)
