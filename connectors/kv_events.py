@@ -164,6 +164,7 @@ class Announcements(Watcher):
             for answer in done:
                 expected = self._expected.get(answer.key)
                 if expected is None:
+                    self._saved_again(answer)
                     continue
                 self._expected.move_to_end(answer.key)
                 # A chunk that was not saved may be planned again, even if its request has ended.
@@ -218,12 +219,12 @@ class Announcements(Watcher):
         with self._lock:
             if epoch != self._epoch:
                 return
+            for (key, blocks), place in zip(doubts, places, strict=True):
+                self._settle(key, blocks, place)
             for set_id in asked:
                 if set_id not in there:
                     for key in list(self._of_set.get(set_id, ())):
                         self._revoke(key)
-            for (key, blocks), place in zip(doubts, places, strict=True):
-                self._settle(key, blocks, place)
 
     def _some_sets(self) -> list[int]:
         """Return the next announced sets, in turn."""
@@ -253,6 +254,14 @@ class Announcements(Watcher):
         self._of_set.setdefault(set_id, set()).add(key)
         if len(self._announced) > self._bounds.announced:
             self._revoke(next(iter(self._announced)))
+
+    def _saved_again(self, answer: SaveDone) -> None:
+        """Note a save of a chunk that may be announced still, because its set was evicted and not asked for since."""
+        if answer.key in self._announced:
+            if answer.outcome is SaveOutcome.SAVED:
+                self._move(answer.key, answer.set_id)
+            elif answer.outcome is SaveOutcome.PRESENT:  # only the index knows its set
+                self._doubt(answer.key, None)
 
     def _revoke(self, key: bytes) -> None:
         announced = self._announced.pop(key)

@@ -213,6 +213,22 @@ def test_a_chunk_that_came_back_in_another_set_stays_told() -> None:
     assert telling.take() == removed(0)
 
 
+@pytest.mark.parametrize("outcome", [SAVED, PRESENT])
+def test_chunks_that_are_saved_again_after_an_eviction_stay_announced(outcome: SaveOutcome) -> None:
+    """Their request is not looked up again, so nothing else would announce them."""
+    telling = Telling([0, 1])
+    telling.look_up([0, 1])
+    telling.index.remove_set(1)
+    telling.look_up([0, 1])
+    telling.save([0, 1], outcome, set_id=2)
+    put_set(telling.index, 2, [0, 1])
+    telling.told.check()
+    assert telling.take() == added(0, 1)
+    telling.index.remove_set(2)
+    telling.told.check()
+    assert sorted(telling.take()) == sorted(removed(0, 1))
+
+
 class SilentIndex(MemoryIndex):
     is_silent = False
 
