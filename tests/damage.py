@@ -6,6 +6,8 @@ from pathlib import Path
 
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import SegmentHeader
+from kvtier.index.base import Index
+from kvtier.index.lmdb.index import LmdbIndex
 
 
 def write(path: Path, offset: int, data: bytes) -> None:
@@ -45,6 +47,14 @@ def record_of(segment: Path, slot: int) -> tuple[int, bytes]:
 def flip_slab(segment: Path, slot: int) -> None:
     """Change a byte in the first slab of a slot's record."""
     flip(segment, header_of(segment).slot_offset(slot) + PAGE_BYTES + 100)
+
+
+def damage_entry(index: Index, key: bytes) -> None:
+    """Change the number of layers of the chunk in its entry of an embedded index."""
+    assert isinstance(index, LmdbIndex)
+    (value,) = index.find([key])
+    assert value is not None
+    index._shared.write(lambda view: view.put("entries", key, value[:3] + b"\0\0" + value[5:]))
 
 
 class SegmentDamage:

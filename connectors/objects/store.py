@@ -282,8 +282,9 @@ class ObjectTier:
         """Remove entries from the index. Return for each key True if there was one."""
         was_there = []
         for key, entry in zip(keys, found, strict=True):
+            places = [] if entry is None else entries.locations_of(entry) or [entries.NOWHERE]
             try:
-                gone = [self._index.retract(key, location) for location in entries.locations_of(entry)]
+                gone = [self._index.retract(key, location) for location in places]
             except IndexUnavailable:
                 self._metrics.add(INDEX_ERRORS)
                 gone = []

@@ -36,6 +36,9 @@ PARTIAL = 0
 # records took a minute.
 RECORDS_MAX = 512
 
+# Retracting this removes a damaged entry, and nothing else, because no set has the id 0.
+NOWHERE = Location(0, 0, 0, 0, Extent(0, 0, 0, 0), ())
+
 _HEAD = struct.Struct("<B4H")
 _RECORD = struct.Struct("<QHIQ4H")
 _CHECKSUM_BYTES = 8

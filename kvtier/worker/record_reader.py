@@ -166,7 +166,11 @@ class RecordReader:
         self, chunk: LoadChunk, slot: int, held: HeldSegments, lease: Callable[[bytes, Location, Name], OpenSegment]
     ) -> _Prepared:
         """Return a chunk's reads. Raises FetchFailed, Corrupt, and the exceptions of `lease`."""
-        located, _ = entries.parse(chunk.entry)
+        try:
+            located, _ = entries.parse(chunk.entry)
+        except Corrupt:  # while it is there, writers take the chunk for stored
+            self.retract(chunk.key, entries.NOWHERE)
+            raise
         for location in located:
             if self._slab_bytes.get(location.extent) != location.slab_bytes:
                 self._check_form(location)

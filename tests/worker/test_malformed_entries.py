@@ -9,7 +9,9 @@ import pytest
 from kvtier.format.geometry import Extent
 from kvtier.index import entry as entries
 from kvtier.index.base import Location
+from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
+from tests.damage import damage_entry
 from tests.support.rig import Engine
 
 TOKENS = list(range(1000, 1000 + 64 * 3))
@@ -82,3 +84,16 @@ def test_a_record_of_another_cut_than_its_segment(tmp_path: Path) -> None:
     for transfer, done in zip(two.transfers, two.run_load(plan), strict=True):
         assert done.failed_blocks == frozenset(TARGET[:4])
         assert names.CHECKSUM_FAILURES not in transfer.metrics.total(), "it was not even read"
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
+def test_a_damaged_entry_is_taken_out_and_its_chunk_saved_again(engine: Engine, is_open: bool) -> None:
+    engine.save(TOKENS, BLOCKS)
+    if is_open:
+        engine.load(TOKENS, list(range(200, 212)))
+    key = engine.keys(TOKENS)[1]
+    damage_entry(engine.store.index, key)
+    assert engine.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset(TARGET[4:])
+    assert engine.load(TOKENS, TARGET)[0] == 1
+    assert {done.key: done.outcome for done in engine.save(TOKENS, BLOCKS)}[key] is SaveOutcome.SAVED
+    assert engine.load(TOKENS, TARGET)[0] == 3 and engine.holds(TOKENS, TARGET)
