@@ -5,7 +5,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvtier.build import open_store, open_transfer
@@ -13,7 +13,7 @@ from kvtier.config.settings import HostSettings, Settings
 from kvtier.connectors.objects.codec import ObjectCodec, Octets, stand_in_pages
 from kvtier.format.geometry import share_of_rank
 from kvtier.format.namespace import Namespace
-from kvtier.plan import SaveOutcome
+from kvtier.plan import LoadPlan, SaveOutcome
 from kvtier.runtime.metrics import summed
 from kvtier.scheduler.engine_report import About
 from kvtier.scheduler.store import WantedChunk
@@ -116,14 +116,23 @@ class SizeClass:
         """Return (objects loaded into their memory, objects stored in another length). The memory of the others is
         undefined."""
         deadline_s = time.monotonic() + self._timeout_s
+        numbers = [self.codec.hold(found.wanted.memory) for found in objects]
+        keys, found_entries = [found.wanted.key for found in objects], [found.entry for found in objects]
+        with self._lock:
+            plan = self._store.plan_load(uuid.uuid4().hex, keys, found_entries, numbers, 0)
+        landed: set[int] = set()
+        while plan.chunks and time.monotonic() < deadline_s:
+            n_landed = self._load(plan)
+            landed.update(chunk.block_ids[0] for chunk in plan.chunks[:n_landed])
+            plan = replace(plan, chunks=plan.chunks[n_landed + 1 :])  # a load ends at its first failure
         got: list[Wanted] = []
         others: list[FoundObject] = []
-        waiting = list(objects)
-        while waiting and time.monotonic() < deadline_s:
-            landed, lengths = self._load(waiting)
-            got += [found.wanted for found, is_other in zip(landed, lengths, strict=True) if not is_other]
-            others += [found for found, is_other in zip(landed, lengths, strict=True) if is_other]
-            waiting = waiting[len(landed) + 1 :]  # a load ends at its first failure
+        for found, number in zip(objects, numbers, strict=True):
+            is_other = self.codec.release(number)
+            if number in landed and is_other:
+                others.append(found)
+            elif number in landed:
+                got.append(found.wanted)
         return got, others
 
     def forget(self, keys: Sequence[bytes]) -> None:
@@ -193,21 +202,17 @@ class SizeClass:
             self._collect()
         return answer.outcome
 
-    def _load(self, objects: Sequence[FoundObject]) -> tuple[list[FoundObject], list[bool]]:
-        """Load with one plan. Return the leading objects that were loaded, and for each True if its stored length
-        differs."""
-        numbers = [self.codec.hold(found.wanted.memory) for found in objects]
-        request = uuid.uuid4().hex
-        keys = [found.wanted.key for found in objects]
+    def _load(self, plan: LoadPlan) -> int:
+        """Load the objects of a plan. Return the number of leading ones that were loaded."""
         with self._lock:
-            self._transfer.load(self._store.plan_load(request, keys, [found.entry for found in objects], numbers, 0))
-        while request not in self._failed:
+            self._transfer.load(plan)
+        while plan.request_id not in self._failed:
             self._collect()
         with self._lock:
-            failed = self._failed.pop(request)
-        is_other = [self.codec.release(number) for number in numbers]
-        n_landed = next((place for place, number in enumerate(numbers) if number in failed), len(numbers))
-        return list(objects[:n_landed]), is_other[:n_landed]
+            failed = self._failed.pop(plan.request_id)
+        return next(
+            (place for place, chunk in enumerate(plan.chunks) if chunk.block_ids[0] in failed), len(plan.chunks)
+        )
 
     def _collect(self) -> None:
         """Take the answers that arrived, for all callers."""

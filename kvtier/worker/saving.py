@@ -22,6 +22,7 @@ to PUBLISHING are those of kvtier.worker.record_writer."""
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -140,10 +141,11 @@ class Saver:
                     self._answer([(chunk, now_s) for chunk in plan.chunks[len(staged) :]], refusal)
 
     def take_done(self) -> list[SaveDone]:
-        """Return the answers since the last take."""
-        done = []
-        while self._done:
-            done.append(self._done.popleft())
+        """Return the answers since the last take, each to one caller. May be called on any thread."""
+        done = list[SaveDone]()
+        with suppress(IndexError):  # a check before the take would not hold: another thread may take the last one
+            while True:
+                done.append(self._done.popleft())
         return done
 
     def _stage(self, plan: SavePlan) -> tuple[list[Staged], SaveOutcome]:

@@ -4,7 +4,8 @@ import itertools
 import multiprocessing
 import shutil
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from kvtier.connectors.objects.codec import object_geometry, slab_bytes_of
 from kvtier.connectors.objects.size_class import SizeClass
 from kvtier.connectors.objects.store import SIZE_CLASSES_MAX, Object, ObjectHost, ObjectTier
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
+from kvtier.plan import SaveDone
 from kvtier.runtime import metrics
 from kvtier.runtime.exit_status import OK
 from kvtier.runtime.threads import begin
 from kvtier.storage.root import find_root
+from tests.damage import damage_entry
 from tests.objects.rig import content, drained, expected, flip_byte_of, get, names, put, put_for_ever, segments, tier_at
 from tests.redis_server import Server, has_redis
 from tests.support.rig import Engine
@@ -107,6 +110,25 @@ def test_a_flipped_byte_is_a_miss_and_only_that_one(tmp_path: Path) -> None:
         assert get(tier, keys) == expected(keys), "it was stored anew"
 
 
+def test_an_object_behind_a_bad_one_counts_as_one_hit(tmp_path: Path) -> None:
+    keys = names(4)
+    with tier_at(tmp_path) as tier:
+        put(tier, keys)
+        flip_byte_of(tmp_path, expected(keys)[0])
+        assert get(tier, keys) == [None, *expected(keys)[1:]]
+        counted = tier.counters()
+    assert (counted[metrics.HIT_TOKENS], counted[metrics.LOAD_TOKENS], counted[metrics.LOAD_FAILURES]) == (4, 3, 1)
+
+
+def test_an_object_whose_entry_is_damaged_is_stored_again(tier: ObjectTier) -> None:
+    keys = names(2)
+    for is_got in (True, False):
+        put(tier, keys)
+        damage_entry(tier._index, tier._key(keys[0]))
+        assert not is_got or get(tier, keys) == [None, expected(keys)[1]]
+        assert put(tier, keys) == [True] * 2 and get(tier, keys) == expected(keys)
+
+
 def test_a_lost_segment_is_a_miss(tmp_path: Path) -> None:
     with tier_at(tmp_path) as tier:
         put(tier, names(3))
@@ -152,6 +174,28 @@ def test_many_callers_at_once(tier: ObjectTier) -> None:
     for size in (3000, 9000):
         keys = [key + str(size).encode() for key in names(40)]
         assert get(tier, keys, size) == expected(keys, size)
+
+
+class Contended(deque[SaveDone]):
+    """Answers, of which another caller takes all after the first look at their number."""
+
+    def __init__(self, take: Callable[[], None]) -> None:
+        super().__init__()
+        self._takes = iter([take])
+
+    def __len__(self) -> int:
+        number = super().__len__()
+        for take in self._takes if number else ():
+            take()
+        return number
+
+
+def test_answers_that_another_caller_takes_first_are_not_lost(tier: ObjectTier) -> None:
+    tier.prepare(5000)
+    (size_class,) = tier._size_classes.values()
+    room, size_class._transfer._saver._done = size_class._room, Contended(size_class._collect)
+    assert put(tier, names(3)) == [True] * 3
+    assert size_class._room == room
 
 
 def test_more_than_the_arena_and_a_segment_hold_are_put_at_once(tier: ObjectTier) -> None:
