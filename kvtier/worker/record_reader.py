@@ -165,12 +165,11 @@ class RecordReader:
     def _prepare(
         self, chunk: LoadChunk, slot: int, held: HeldSegments, lease: Callable[[bytes, Location, Name], OpenSegment]
     ) -> _Prepared:
-        """Return a chunk's reads. Raises FetchFailed, Corrupt, and the exceptions of `lease`."""
+        """Return a chunk's reads. Raises FetchFailed, and the exceptions of `lease`."""
         try:
             located, _ = entries.parse(chunk.entry)
-        except Corrupt:  # while it is there, writers take the chunk for stored
-            self.retract(chunk.key, entries.NOWHERE)
-            raise
+        except Corrupt as fault:  # while the entry is there, writers take the chunk for stored
+            raise _Unusable(str(fault), [entries.NOWHERE]) from fault
         for location in located:
             if self._slab_bytes.get(location.extent) != location.slab_bytes:
                 self._check_form(location)

@@ -1,6 +1,7 @@
 """Index entries as others may have written them: whatever they say, a load is answered, nothing outside of the
 segment's records is read, and what cannot be right is taken out."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from kvtier.index import entry as entries
 from kvtier.index.base import Location
 from kvtier.plan import SaveOutcome
 from kvtier.runtime import metrics as names
+from kvtier.worker.record_reader import RecordReader
 from tests.damage import damage_entry
+from tests.scheduler.test_slow_writers import before
 from tests.support.rig import Engine
 
 TOKENS = list(range(1000, 1000 + 64 * 3))
@@ -87,7 +90,13 @@ def test_a_record_of_another_cut_than_its_segment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
-def test_a_damaged_entry_is_taken_out_and_its_chunk_saved_again(engine: Engine, is_open: bool) -> None:
+def test_a_damaged_entry_is_taken_out_and_its_chunk_saved_again(
+    engine: Engine, is_open: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retracting = []
+    monkeypatch.setattr(
+        RecordReader, "retract", before(RecordReader.retract, lambda: retracting.append(threading.current_thread()))
+    )
     engine.save(TOKENS, BLOCKS)
     if is_open:
         engine.load(TOKENS, list(range(200, 212)))
@@ -95,5 +104,7 @@ def test_a_damaged_entry_is_taken_out_and_its_chunk_saved_again(engine: Engine, 
     damage_entry(engine.store.index, key)
     assert engine.load(TOKENS, TARGET)[1][0].failed_blocks == frozenset(TARGET[4:])
     assert engine.load(TOKENS, TARGET)[0] == 1
+    (thread,) = retracting
+    assert "loop" not in thread.name, "the loop waited for the index"
     assert {done.key: done.outcome for done in engine.save(TOKENS, BLOCKS)}[key] is SaveOutcome.SAVED
     assert engine.load(TOKENS, TARGET)[0] == 3 and engine.holds(TOKENS, TARGET)
