@@ -28,6 +28,7 @@ from kvtier.config.settings import HOST_ARENA_BYTES, Settings
 from kvtier.connectors.vllm import platform
 from kvtier.connectors.vllm.kv_dtypes import check_cache_dtype
 from kvtier.errors import ConfigError
+from kvtier.model.families import FAMILIES
 from kvtier.model.layer_kinds import CHUNK, FULL, WINDOW, refusal
 from kvtier.runtime.memory_limits import check_host_arena, memory_here
 
@@ -186,6 +187,12 @@ def check_model(vllm_config: Any) -> None:
     if getattr(model, "is_diffusion", False):
         fix = "a diffusion model's tokens may change after their KV was computed"
         raise ConfigError("model", model.model, f"{fix}; {WITHOUT}")
+    # vLLM gives this window to all layers, except in classes of some other families. A draft's layers may have none.
+    window = getattr(vllm_config.cache_config, "sliding_window", None)
+    is_known = getattr(getattr(model, "hf_text_config", None), "model_type", None) in FAMILIES
+    if window is not None and is_known and getattr(vllm_config, "speculative_config", None) is None:
+        fix = f"add --disable-sliding-window, with which vLLM takes prompts of up to {window} tokens, or {WITHOUT}"
+        raise ConfigError("sliding_window", window, f"{refusal([WINDOW])}; {fix}")
 
 
 def _returns_experts(vllm_config: Any) -> bool:

@@ -382,6 +382,29 @@ def test_windows_beside_full_attention_are_refused_on_a_cpu_before_028(
             platform.check_windows(config, known)
 
 
+@pytest.mark.parametrize(
+    ("family", "window", "drafts", "refused"),
+    [
+        ("phi3", 256, None, True),
+        ("mistral", 4096, None, True),
+        ("phi3", None, None, False),  # --disable-sliding-window, or layers of several kinds
+        ("mimo_v2_flash", 128, None, False),  # its class takes the window from some layers
+        ("mistral", 4096, SimpleNamespace(method="eagle"), False),  # whose layers have full attention
+    ],
+)
+def test_a_window_in_all_layers_is_refused_before_the_model_is_loaded(
+    family: str, window: int | None, drafts: object, refused: bool
+) -> None:
+    """The refusal by the KV cache's specs ended a worker: the last line of the log did not name the reason."""
+    config = engine(model__hf_text_config=SimpleNamespace(model_type=family), speculative_config=drafts)
+    config.cache_config.sliding_window = window
+    if refused:
+        with pytest.raises(ConfigError, match=rf"sliding_window = {window}: all its .*; add --disable-sliding-window"):
+            compatibility.check_model(config)
+    else:
+        compatibility.check_model(config)
+
+
 @pytest.mark.parametrize(("device", "cache_dtype"), [("cpu", "bfloat16"), ("cpu", "auto"), ("cuda", "bfloat16")])
 def test_kv_of_another_dtype_than_the_models_is_refused_on_a_cpu(
     device: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch
