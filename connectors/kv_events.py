@@ -256,7 +256,8 @@ class Announcements(Watcher):
             self._revoke(next(iter(self._announced)))
 
     def _saved_again(self, answer: SaveDone) -> None:
-        """Note a save of a chunk that may be announced still, because its set was evicted and not asked for since."""
+        """Note a save of a chunk that is announced still: its set was evicted, and the index was not asked about it
+        since."""
         if answer.key in self._announced:
             if answer.outcome is SaveOutcome.SAVED:
                 self._move(answer.key, answer.set_id)
@@ -271,7 +272,7 @@ class Announcements(Watcher):
         self._waiting.append(Removed(tuple(hashes)))
 
     def _move(self, key: bytes, set_id: int) -> None:
-        """Note that the chunk was found just now, in this set."""
+        """Note that the chunk was found or saved just now, in this set."""
         announced = self._announced[key]
         self._announced.move_to_end(key)
         if announced.set_id != set_id:
@@ -286,6 +287,7 @@ class Announcements(Watcher):
             del self._of_set[set_id]
 
     def _doubt(self, key: bytes, blocks: ChunkBlocks | None) -> None:
-        self._doubted.setdefault(key, blocks)
+        if blocks is not None or key not in self._doubted:
+            self._doubted[key] = blocks
         if len(self._doubted) > self._bounds.doubted:
             self._doubted.popitem(last=False)

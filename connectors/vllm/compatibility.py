@@ -187,11 +187,13 @@ def check_model(vllm_config: Any) -> None:
     if getattr(model, "is_diffusion", False):
         fix = "a diffusion model's tokens may change after their KV was computed"
         raise ConfigError("model", model.model, f"{fix}; {WITHOUT}")
-    # vLLM gives this window to all layers, except in classes of some other families. A draft's layers may have none.
+    # In classes of FAMILIES all layers but those of MLA have this window. In others, and in a draft, some may not.
     window = getattr(vllm_config.cache_config, "sliding_window", None)
     is_known = getattr(getattr(model, "hf_text_config", None), "model_type", None) in FAMILIES
-    if window is not None and is_known and getattr(vllm_config, "speculative_config", None) is None:
-        fix = f"add --disable-sliding-window, with which vLLM takes prompts of up to {window} tokens, or {WITHOUT}"
+    may_differ = getattr(model, "use_mla", False) or getattr(vllm_config, "speculative_config", None) is not None
+    if window is not None and is_known and not may_differ:
+        longest = min(window, model.max_model_len)
+        fix = f"add --disable-sliding-window, with which vLLM takes requests of up to {longest} tokens, or {WITHOUT}"
         raise ConfigError("sliding_window", window, f"{refusal([WINDOW])}; {fix}")
 
 

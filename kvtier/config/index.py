@@ -206,7 +206,7 @@ def parse_url(url: str) -> RedisPlace:
 
 
 def _host(text: str, port: int) -> tuple[str, int]:
-    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+(?:%\w+)?\]|[^:\[\]\s]+)(?::(\d{1,5}))?", text)
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+(?:%[\w.-]+)?\]|[^:\[\]\s]+)(?::(\d{1,5}))?", text)
     if match is None:
         raise ValueError("a host is a name or an address, with :PORT behind it; several are divided by commas")
     port = int(match[2] or port)

@@ -74,7 +74,9 @@ class MemoryIndex(Index):
         with self._lock:
             if not self._remove_record(key, location):
                 return False
-            del self._members[location.set_id][location.rank, location.slot]
+            self._members.get(location.set_id, {}).pop(
+                (location.rank, location.slot), None
+            )  # none: the entry was damaged
             return True
 
     def _remove_record(self, key: bytes, location: Location) -> bool:

@@ -149,7 +149,7 @@ class _Verifier:
                 progress(done, len(segments))
                 self._segment(ring, files, set_id, part, expected.pop((set_id, part), {}))
         progress(len(segments), len(segments))
-        # Listed again, because engines that run may have created some since.
+        # The folders are listed again, because running engines may have created segments since.
         later = namespace_folders(self._root.folder) if expected else []
         created = {name for folder in later for name in SegmentFiles(folder, direct=False).ids()}
         for (set_id, part), slots in expected.items():

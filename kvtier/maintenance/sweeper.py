@@ -183,7 +183,7 @@ class Sweeper:
             self._index.take_over(set_id)  # first: else a record could be published after the truncation removed it
             members = self._index.members(set_id)
             self._overbooked_bytes += info.n_bytes - self._measured(info, members)
-            if members:  # Without any, the index may just have lost them. Its rebuild then reads these files.
+            if members:  # If there are none, the index may just have lost them. Its rebuild then reads these files.
                 self._trim(info, [location for _, location in members])
             self._index.close_set(set_id, self._measured(info, members))
 

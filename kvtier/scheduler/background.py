@@ -113,8 +113,8 @@ class _Space:
 
 @dataclass(slots=True)
 class _Pending:
-    """Changes that are not in the index yet. An id is removed once its change is there. uses: at most one for each set
-    of the root."""
+    """Changes that are not in the index yet. An id is removed once its change is there. uses: of sets by id,
+    so there are at most as many as sets."""
 
     epochs: deque[tuple[Namespace, SlotAllocators]] = field(default_factory=deque)
     to_trim: deque[int] = field(default_factory=deque)
@@ -330,8 +330,9 @@ class Keeper:
             self._pending.to_drop += unused
             if namespace.epoch.startswith(PRIVATE_EPOCH):
                 self._pending.to_erase.append(namespace.id)
-        with ExitStack() as queues:  # calls the others although one raises, the last one first
-            queues.callback(_settle, self._pending.to_erase, self._sweeper.erase_namespace)  # no lookup can name it
+        with ExitStack() as queues:  # Each callback is called although another raises, in reverse order.
+            # Only private namespaces are here, which no lookup can name again.
+            queues.callback(_settle, self._pending.to_erase, self._sweeper.erase_namespace)
             queues.callback(_settle, self._pending.to_drop, self._index.remove_set)
             queues.callback(_settle, self._pending.to_close, self._sweeper.close_set)
             queues.callback(_settle, self._pending.to_trim, self._sweeper.close_early)
@@ -504,6 +505,6 @@ def _settle(ids: deque[T], settle: Callable[[T], object]) -> None:
         try:
             settle(ids[0])
         except (KVTierError, OSError):
-            ids.rotate(-1)  # so that the next time begins with the others
+            ids.rotate(-1)  # The next call begins with the others.
             raise
         ids.popleft()

@@ -206,7 +206,7 @@ class SegmentFiles(OpenSegments):
         return [part for found, part in self.ids() if found == set_id]
 
     def _sizes_of(self, set_id: int, parts: Sequence[int]) -> tuple[dict[int, int], bool]:
-        """Return the bytes on disk by part, and False if the status of a file cannot be read."""
+        """Return the bytes on disk by part, and True if the status of every file could be read."""
         sizes: dict[int, int] = {}
         are_all = True
         for part in parts:

@@ -168,7 +168,7 @@ class RecordReader:
         """Return a chunk's reads. Raises FetchFailed, and the exceptions of `lease`."""
         try:
             located, _ = entries.parse(chunk.entry)
-        except Corrupt as fault:  # while the entry is there, writers take the chunk for stored
+        except Corrupt as fault:  # writers take the chunk for stored while its entry is there
             raise _Unusable(str(fault), [entries.NOWHERE]) from fault
         for location in located:
             if self._slab_bytes.get(location.extent) != location.slab_bytes:

@@ -25,7 +25,7 @@ def load(root: Path, **index: Any) -> Settings:
         ("redis://host:65535", RedisPlace("one", (("host", 65535),), "", "", 0, False)),
         ("rediss://10.0.0.1:6380/", RedisPlace("one", (("10.0.0.1", 6380),), "", "", 0, True)),
         ("redis://[fe80::1]:7", RedisPlace("one", (("fe80::1", 7),), "", "", 0, False)),
-        ("redis://[fe80::1%eth0]:7", RedisPlace("one", (("fe80::1%eth0", 7),), "", "", 0, False)),
+        ("redis://[fe80::1%eth0.1]:7", RedisPlace("one", (("fe80::1%eth0.1", 7),), "", "", 0, False)),
         ("unix:///run/redis.sock?db=3", RedisPlace("one", (), "/run/redis.sock", "", 3, False)),
         ("redis+sentinel://a,b:1/kv", RedisPlace("sentinel", (("a", 26379), ("b", 1)), "", "kv", 0, False)),
         ("rediss+sentinel://a/kv?db=4", RedisPlace("sentinel", (("a", 26379),), "", "kv", 4, True)),

@@ -390,6 +390,7 @@ def test_windows_beside_full_attention_are_refused_on_a_cpu_before_028(
         ("phi3", None, None, False),  # --disable-sliding-window, or layers of several kinds
         ("mimo_v2_flash", 128, None, False),  # its class takes the window from some layers
         ("mistral", 4096, SimpleNamespace(method="eagle"), False),  # whose layers have full attention
+        ("deepseek_v3", 4096, None, False),  # MLA knows no window
     ],
 )
 def test_a_window_in_all_layers_is_refused_before_the_model_is_loaded(
@@ -398,6 +399,7 @@ def test_a_window_in_all_layers_is_refused_before_the_model_is_loaded(
     """The refusal by the KV cache's specs ended a worker: the last line of the log did not name the reason."""
     config = engine(model__hf_text_config=SimpleNamespace(model_type=family), speculative_config=drafts)
     config.cache_config.sliding_window = window
+    config.model_config.use_mla, config.model_config.max_model_len = family == "deepseek_v3", 1 << 17
     if refused:
         with pytest.raises(ConfigError, match=rf"sliding_window = {window}: all its .*; add --disable-sliding-window"):
             compatibility.check_model(config)

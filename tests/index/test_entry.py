@@ -8,6 +8,7 @@ from kvtier.errors import Corrupt
 from kvtier.format.geometry import Extent, covers
 from kvtier.index import entry
 from kvtier.index.base import Location
+from kvtier.index.memory import MemoryIndex
 
 WHOLE = Extent(0, 6, 0, 4)
 U64 = st.integers(0, 2**64 - 1)
@@ -103,3 +104,10 @@ def test_short_and_empty_values_are_corrupt(value: bytes) -> None:
 def test_first_set_needs_a_record() -> None:
     with pytest.raises(Corrupt):
         entry.first_set(b"\x01" + bytes(10))
+
+
+def test_a_damaged_entry_leaves_an_index_in_memory() -> None:
+    """Its record is in no set, so there is none to take it from."""
+    index = MemoryIndex()
+    index._entries[b"key"] = b"damaged"
+    assert index.retract(b"key", entry.NOWHERE) and index.find([b"key"]) == [None]

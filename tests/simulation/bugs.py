@@ -210,7 +210,7 @@ def a_stale_read_is_taken_for_damage(original: Any, reader: RecordReader, error:
     return False
 
 
-@planted(RecordReader, "_known_sets", "shared_disk")
+@planted(RecordReader, "_known_sets", "shared_disk", first_seed=30)
 def what_is_away_is_taken_for_gone(original: Any, reader: RecordReader, set_ids: set[int]) -> set[int]:
     return set()
 
