@@ -213,7 +213,7 @@ def _host(text: str, port: int) -> tuple[str, int]:
     if not 0 < port < 1 << 16:
         raise ValueError("a port is a number from 1 to 65535")
     try:
-        match[1].encode("idna")  # as getaddrinfo does, whose exception no client of Redis expects
+        match[1].encode("idna")  # getaddrinfo does this too, and no client of Redis expects its exception
     except UnicodeError:
         raise ValueError("no such host can be looked up: each part between dots has 1 to 63 characters") from None
     return match[1].strip("[]"), port

@@ -74,9 +74,8 @@ class MemoryIndex(Index):
         with self._lock:
             if not self._remove_record(key, location):
                 return False
-            self._members.get(location.set_id, {}).pop(
-                (location.rank, location.slot), None
-            )  # none: the entry was damaged
+            members = self._members.get(location.set_id, {})  # A damaged entry is in no set.
+            members.pop((location.rank, location.slot), None)
             return True
 
     def _remove_record(self, key: bytes, location: Location) -> bool:

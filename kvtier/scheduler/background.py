@@ -113,8 +113,8 @@ class _Space:
 
 @dataclass(slots=True)
 class _Pending:
-    """Changes that are not in the index yet. An id is removed once its change is there. uses: of sets by id,
-    so there are at most as many as sets."""
+    """Changes that are not in the index yet. An id is removed once its change is there. uses: since the index last
+    took any, by set."""
 
     epochs: deque[tuple[Namespace, SlotAllocators]] = field(default_factory=deque)
     to_trim: deque[int] = field(default_factory=deque)
@@ -330,8 +330,8 @@ class Keeper:
             self._pending.to_drop += unused
             if namespace.epoch.startswith(PRIVATE_EPOCH):
                 self._pending.to_erase.append(namespace.id)
-        with ExitStack() as queues:  # Each callback is called although another raises, in reverse order.
-            # Only private namespaces are here, which no lookup can name again.
+        with ExitStack() as queues:  # It calls the last callback first, and the others although one raises.
+            # Only private namespaces are erased, which no lookup can name again.
             queues.callback(_settle, self._pending.to_erase, self._sweeper.erase_namespace)
             queues.callback(_settle, self._pending.to_drop, self._index.remove_set)
             queues.callback(_settle, self._pending.to_close, self._sweeper.close_set)

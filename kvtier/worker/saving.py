@@ -143,7 +143,7 @@ class Saver:
     def take_done(self) -> list[SaveDone]:
         """Return the answers since the last take, each to one caller. May be called on any thread."""
         done = list[SaveDone]()
-        with suppress(IndexError):  # a check before the take would not hold: another thread may take the last one
+        with suppress(IndexError):  # Another thread may take the last one after a check, so there is none.
             while True:
                 done.append(self._done.popleft())
         return done
