@@ -415,7 +415,7 @@ def test_bench_of_a_full_disk_is_said(config: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_commands_open_the_index_as_the_settings_say(config: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
-    """They waited 2 s for its locks, whatever index.timeout_s was."""
+    """The commands waited 2 s for its locks, whatever index.timeout_s was."""
     config.write_text(f"{config.read_text()}index: {{map_bytes: 32MiB, timeout_s: 7}}\n")
     given = []
 

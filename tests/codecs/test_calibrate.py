@@ -116,7 +116,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         ([str(tmp_path), "--out", "x"], "model = .*no config.json"),
         ([str(bare), "--out", "x"], "model = .*no weight files; name"),
         ([str(folder), "--out", str(tmp_path / "absent" / "x")], "--out = .*no folder"),  # after minutes of work
-        ([str(folder), "--out", str(tmp_path)], "--out = .*it is a folder"),  # this failed as late
+        ([str(folder), "--out", str(tmp_path)], "--out = .*it is a folder"),  # this also failed late
         ([str(folder), "--out", str(tmp_path / "x"), "--device", "cuda:99"], "--device = 'cuda:99'"),
         (
             [str(folder), "--out", str(tmp_path / "x"), "--text", str(tmp_path / "absent")],

@@ -161,7 +161,7 @@ def check_that_it_costs_no_hits(answers: Sequence[dict[str, Any]]) -> None:
 def reuse_each_others(engines: list[Member], judge: Judge) -> None:
     """Each computes a part of the archive, then each finds all of it."""
     for engine in engines:
-        engine.ask("wait_for_set")  # `ask` empties vLLM's cache, and so what was not saved for want of a set
+        engine.ask("wait_for_set")  # Each wave of `ask` empties vLLM's cache: what has no set by then is not saved.
     share = len(ARCHIVE) // len(engines) + 1
     asked = [e.send("ask", numbers=ARCHIVE[n * share : (n + 1) * share]) for n, e in enumerate(engines)]
     for engine, number in zip(engines, asked, strict=True):

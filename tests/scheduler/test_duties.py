@@ -111,7 +111,7 @@ def test_a_set_that_an_index_from_an_earlier_time_shows_open_is_closed(keeper: K
 def test_a_set_that_cannot_be_closed_keeps_no_other_waiting(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    """As where the storage of one namespace's folder is down."""
+    """The storage of one namespace's folder may be down, for example."""
     keeper.tick()
     add_sets(keeper, 1, 2, 3)
     plain = getattr(Sweeper, failing)
@@ -135,7 +135,7 @@ def test_a_set_that_cannot_be_closed_keeps_no_other_waiting(
 def test_uses_that_the_index_did_not_take_are_recorded_later(
     keeper: Keeper, now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They were lost, so the sets that lookups had hit most were evicted first after a pause of the index."""
+    """The uses were lost, so after a pause of the index the sets with the most hits were evicted first."""
     keeper.tick()
     add_sets(keeper, 1)
     shape = geometry().whole

@@ -162,7 +162,7 @@ def test_another_record_of_the_same_is_as_good(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_load_of_chunks_that_are_being_saved_loses_none_of_the_answers(tmp_path: Path) -> None:
-    """Another engine has stored them. Their slots are blank, and would not be given again."""
+    """Another engine has stored the chunks. Their slots are blank, and no later save would get them."""
     writer, other = engine_of(tmp_path, 6), engine_of(tmp_path, 6)
     writer.wait_for_set()
     plan = writer.plan(tokens_of(1), BLOCKS)
