@@ -305,8 +305,8 @@ simple(
             "kvtier", result["systems"]["kvtier"], result["ceilings"], DIMENSIONS[result["model"]].token_bytes()
         ),
     ),
-    "**Bursts at TP=2** (`run_h200.sh two-load`, {source}; half of 70B's layers, from tmpfs; share of plain writes or "
-    "reads of both ranks in the same run, decoders' share of their pace alone; tests ran on the other GPUs):",
+    "**Bursts at TP=2** (`run_h200.sh two-load`, vLLM 0.32.0, {source}; half of 70B's layers, from tmpfs; share of "
+    "plain writes or reads of both ranks in the same run, decoders' share of their pace alone):",
 )
 
 

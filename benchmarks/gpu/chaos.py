@@ -44,6 +44,9 @@ TIER: dict[str, Any] = {
     "host": {"arena_bytes": "256MiB"},
     "min_load_tokens": 256,
 }
+# vLLM's MLA attention takes 16 bits alone. A token has a fourteenth of the bytes, so the tier gets less room, too.
+MLA_ENGINE = {"dtype": "float16", "block_size": 64, "num_gpu_blocks_override": 650}
+MLA_TIER: dict[str, Any] = {"capacity_bytes": "256MiB", "segment_bytes": "8MiB", "host": {"arena_bytes": "32MiB"}}
 TINY_BLOCKS = 70
 TINY_LIMITS: dict[str, Any] = {"capacity_bytes": "8MiB", "segment_bytes": "1MiB", "host": {"arena_bytes": "2MiB"}}
 SECONDS, SEED = 50.0, 7
@@ -236,6 +239,9 @@ def main() -> int:
     setup = EngineSetup.of(options, options.model, ENGINE, TIER)
     setup.llm["tensor_parallel_size"] = options.tp
     setup.environment.update(OWN_PROCESS)
+    if options.model == "mla" and not options.tiny:
+        setup.llm.update(MLA_ENGINE)
+        setup.extra.update(MLA_TIER)
     if options.tiny:
         setup.llm["num_gpu_blocks_override"] = TINY_BLOCKS
         setup.extra.update(TINY_LIMITS)
