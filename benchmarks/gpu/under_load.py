@@ -36,7 +36,8 @@ SHAPES = {"save": (32, 6144), "long": (16, 12_000), "short": (64, 4000), "shared
 TINY_SHAPES = {"save": (4, 256), "long": (3, 512), "short": (6, 192), "shared": (6, 256)}
 DECODERS, TAIL_TOKENS = 16, 60
 REPETITIONS = 3  # of loads, in the fresh process
-WARM_TOKENS = [100, 250, 1000, 4000]  # of the prompts that the fresh process computes before it loads
+WARM_TOKENS = [100, 250, 1000, 4000, 11_700]  # of the prompts that the fresh process computes before it loads
+WARM_TAIL = 224  # tokens that it computes behind each of these prompts
 
 
 def ceilings(setup: EngineSetup, ranks: int, is_tiny: bool) -> dict[str, float]:
@@ -195,13 +196,14 @@ def save_burst(engine: MeasuredEngine, kind: str, count: int, n_tokens: int) -> 
 
 
 def compute_bursts(engine: MeasuredEngine, *lengths: int) -> Found:
-    """Compute four prompts of each length at once, three times. CUDA and cuBLAS load code at the first step of a size:
-    the timed loads must not include that."""
+    """Compute four prompts of each length at once, three times, then tails behind one and behind all four. CUDA and
+    cuBLAS load code at the first step of a size, and attention loads other code for a tail behind a long beginning: the
+    timed loads must not include that."""
     found: Found = {}
     for n_tokens in lengths:
-        found[str(n_tokens)] = [
-            _ask_at_once(engine, f"warm-{turn}", 4, n_tokens, NO_TIER)["last_first_token_s"] for turn in range(3)
-        ]
+        asked = [(f"warm-{turn}", 4, n_tokens) for turn in range(3)]
+        asked += [("warm-0", 1, n_tokens + WARM_TAIL), ("warm-1", 4, n_tokens + WARM_TAIL)]
+        found[str(n_tokens)] = [_ask_at_once(engine, *one, NO_TIER)["last_first_token_s"] for one in asked]
         engine.forget()
     return found
 
