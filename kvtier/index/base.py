@@ -69,7 +69,7 @@ class NewRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Hits on a set since the last `touch`. at_s: time of the latest one."""
+    """Hits on a set since the last `touch`. at_s: time of the latest hit or save."""
 
     at_s: float
     count: int
@@ -83,6 +83,7 @@ class SetInfo:
     n_bytes: disk space of its files over all ranks (they are preallocated).
     is_open: its writer may still add records; it is not evicted while its writer lives.
     tenant: label of the tenant whose chunks it stores; "": shared by all without a label.
+    used_s: time of the latest hit or save.
     uses: number of hits reported with `touch`.
     """
 

@@ -113,8 +113,8 @@ class _Space:
 
 @dataclass(slots=True)
 class _Pending:
-    """Changes that are not in the index yet. An id is removed once its change is there. uses: since the index last
-    took any, by set."""
+    """Changes that are not in the index yet. An id is removed once its change is there. uses: loads and saves since
+    the index last took any, by set; saves count as no use."""
 
     epochs: deque[tuple[Namespace, SlotAllocators]] = field(default_factory=deque)
     to_trim: deque[int] = field(default_factory=deque)
@@ -336,6 +336,8 @@ class Keeper:
             queues.callback(_settle, self._pending.to_drop, self._index.remove_set)
             queues.callback(_settle, self._pending.to_close, self._sweeper.close_set)
             queues.callback(_settle, self._pending.to_trim, self._sweeper.close_early)
+            if self._pending.to_close:  # from then on any engine may evict them
+                queues.callback(self._record_uses_now)
 
     def _record_uses(self, now: float) -> None:
         if now >= self._due.touch_s:
@@ -494,6 +496,9 @@ class Keeper:
             at_s, set_ids = self._recent.popleft()
             for set_id in set_ids:  # chunks of one load count as one use of their set
                 used[set_id] = Use(at_s, used.get(set_id, Use(0.0, 0)).count + 1)
+        for set_id, at_s in self.allocators.take_filled().items():  # else a set would be as old as its first chunk
+            before = used.get(set_id, Use(0.0, 0))
+            used[set_id] = replace(before, at_s=max(at_s, before.at_s))
         if used:
             self._index.touch(used)
             used.clear()

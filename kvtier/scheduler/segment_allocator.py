@@ -42,6 +42,7 @@ class SlotAllocator:
         self._sets: dict[int, _Set] = {}  # unsettled sets by id; those without a taken slot are ready
         self._current: _Set | None = None
         self._missed_s: float | None = None
+        self._filled_s: dict[int, float] = {}  # time of the last taken slot, by set, since `take_filled`
 
     def is_coming(self, now_s: float) -> bool:
         """Return True if no set is ready but one is expected within SET_COMES_S of the first such call: then chunks
@@ -61,6 +62,7 @@ class SlotAllocator:
             slot = current.returned.pop() if current.returned else current.taken
             current.taken = max(current.taken, slot + 1)
             current.pending += 1
+            self._filled_s[current.set_id] = now_s
             if self._is_full(current):
                 current.full_since_s = now_s
                 self._current = None
@@ -114,6 +116,12 @@ class SlotAllocator:
                 of.pending -= 1
                 if is_blank:
                     of.returned.append(slot)
+
+    def take_filled(self) -> dict[int, float]:
+        """Return the sets of which slots were taken since the last call, with the time of the last one, seconds."""
+        with self._lock:
+            filled_s, self._filled_s = self._filled_s, {}
+            return filled_s
 
     def take_settled(self, now_s: float) -> list[int]:
         """Forget the full sets that get no further records. Return their ids: the caller closes them."""
@@ -188,6 +196,9 @@ class SlotAllocators:
         allocator = self._by_tenant.get(tenant)
         if allocator is not None:
             allocator.answered(set_id, slot, is_blank)
+
+    def take_filled(self) -> dict[int, float]:
+        return {set_id: at_s for allocator in self.all() for set_id, at_s in allocator.take_filled().items()}
 
     def take_settled(self, now_s: float) -> list[int]:
         settled = []

@@ -156,3 +156,21 @@ def test_uses_that_the_index_did_not_take_are_recorded_later(
         keeper.tick()
     (info,) = keeper._index.some_sets([1])
     assert (info.uses, info.used_s) == (2, 1e9 + 6)
+
+
+def test_a_set_was_last_used_when_its_last_chunk_was_saved(
+    keeper: Keeper, now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was as old as its creation: of an engine that saves little, a set that was full at last was evicted before
+    others whose chunks were stored earlier, and at once where capacity.ttl_s is shorter than it took to fill it."""
+    closed: list[SetInfo] = []
+    monkeypatch.setattr(Sweeper, "close_set", lambda _, set_id: closed.extend(keeper._index.some_sets([set_id])))
+    keeper.tick()
+    for _ in range(keeper.allocators.slots):
+        now[0] += 600.0
+        taken = keeper.allocators.common.take(now[0])
+        assert taken is not None
+        keeper.allocators.common.answered(*taken, is_blank=False)
+    now[0] += 1.0
+    keeper.tick()
+    assert [(info.set_id, info.uses, info.used_s) for info in closed] == [(taken[0], 0, 1e9 + 2400.0)]
