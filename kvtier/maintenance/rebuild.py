@@ -286,8 +286,11 @@ class SetRecovery:
 
     def _set_info(self, files: SegmentFiles, header: SegmentHeader) -> SetInfo:
         # A set with a time in the future would not be evicted.
-        created_s = min(self._index.local_s(header.created_ms / 1000), self._clock())
+        now_s = self._clock()
+        created_s = min(self._index.local_s(header.created_ms / 1000), now_s)
+        # The index had the time of the last use. The file has that of the last save, for a set may fill for days.
+        saved_s = min(now_s, max(created_s, now_s - files.age_s(header.set_id, header.part, now_s)))
         n_bytes = files.set_bytes_of(header.set_id)
         return SetInfo(
-            header.set_id, header.namespace, UNOWNED, n_bytes, created_s, created_s, is_open=False, tenant=header.tenant
+            header.set_id, header.namespace, UNOWNED, n_bytes, created_s, saved_s, is_open=False, tenant=header.tenant
         )

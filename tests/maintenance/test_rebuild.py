@@ -1,6 +1,8 @@
 """The index is a hint: lost, damaged or stale, it is made anew from the segments' header pages (I5)."""
 
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from kvtier import cli
 from kvtier.errors import ConfigError
 from kvtier.index.base import Location, NewRecord
+from kvtier.index.memory import MemoryIndex
 from kvtier.maintenance.scrub import stats, verify
 from kvtier.maintenance.sweeper import Sweeper
 from kvtier.storage.root import find_root
@@ -107,3 +110,14 @@ def test_a_namespace_without_its_description_is_said_and_counted(tmp_path: Path)
     assert found.n_bytes > 0 and len(found.unreadable) == 1
     done = Sweeper(index, tmp_path / "v2", "me").rebuild()
     assert done.removed_sets == 0 and len(done.unreadable) == 1
+
+
+def test_a_set_of_a_lost_index_was_last_used_when_it_was_last_written(tmp_path: Path) -> None:
+    """It was as old as its creation, so after a reboot capacity.ttl_s removed what had been saved shortly before."""
+    saved_by_another(tmp_path, TOKENS, BLOCKS)
+    (path,), index = tmp_path.glob("v2/*/*.kvseg"), MemoryIndex()
+    began_s = time.time()
+    os.utime(path, (began_s + 3600.0, began_s + 3600.0))
+    Sweeper(index, tmp_path / "v2", "me", lambda: began_s + 7200.0).rebuild()
+    (info,) = index.sets()
+    assert info.created_s < began_s and info.used_s == pytest.approx(began_s + 3600.0, abs=1e-3)
