@@ -17,6 +17,7 @@ from kvtier.storage import root_owner
 from kvtier.storage.filesystem import FileSystem
 from kvtier.storage.root import open_root
 from kvtier.storage.root_owner import default_index_path
+from tests.objects.rig import names, put, tier_at
 from tests.storage.users import USER, as_user
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs to be root")
@@ -91,3 +92,11 @@ def test_an_index_of_another_user_is_named_with_what_to_do(folder: Path) -> None
     os.chown(folder / "v2/index/data.mdb", 0, 0)
     said = as_user(lambda: start(folder))
     assert said.startswith(ConfigError.__name__) and "data.mdb, this is user 65534: chown it" in said
+
+
+def test_the_engines_user_loads_what_an_engine_of_root_saved(folder: Path) -> None:
+    """Segments stayed root's: each load of them failed, and as they were indexed, nothing was saved in their place."""
+    assert as_user(lambda: start(folder)) == ""
+    with tier_at(folder, capacity_bytes="1MiB", segment_bytes="64KiB") as tier:
+        assert all(put(tier, names(4)))
+    assert files_of_root(folder) == []
