@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -24,6 +25,7 @@ from kvtier.runtime.backoff import Backoff
 from kvtier.runtime.repeated_log import RepeatedLog, cause_of
 from kvtier.storage.filesystem import FULL
 from kvtier.storage.open_segments import Name, OpenSegment
+from kvtier.storage.segments import segment_name
 from kvtier.worker.context import ChunkArena, WorkerContext
 from kvtier.worker.cuda_events import CudaEvent
 from kvtier.worker.loop import TaskPool, Then, Turn
@@ -324,6 +326,9 @@ class RecordWriter:
                 self._log.line(logging.ERROR, "changed", text, item.chunk.key.hex())
             if result.error in FULL:
                 self._wait_for_room("a write met a full disk or quota")
+            elif result.error:  # no pause: only this file may be at fault
+                where, why = segment_name(*item.file), os.strerror(result.error)
+                self._log.warning(f"write {result.error}", "a save failed: writing to %s: %s", where, why)
             self._fail([item], SaveOutcome.NO_SPACE if result.error in FULL else SaveOutcome.FAILED)
         if written:
             self._stored.append(SaveBatch(batch.namespace, written, SaveState.PUBLISHING, batch.begun_s))

@@ -77,6 +77,14 @@ def test_what_could_not_be_flushed_is_not_published(engine: Engine, fault: int, 
     assert engine.store.lookup(engine.keys(TOKENS)) == []
 
 
+def test_a_write_that_failed_is_logged(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """A storage that failed each write or flush left nothing in the log: only a counter said that nothing was saved."""
+    Watched(engine).faults.append(errno.EIO)
+    engine.save(TOKENS, BLOCKS)
+    (line,) = [record.getMessage() for record in caplog.records if "a save failed" in record.getMessage()]
+    assert ".kvseg: Input/output error" in line
+
+
 def test_what_could_not_be_flushed_is_not_found_by_a_rebuild(engine: Engine) -> None:
     """It was answered as failed, and some of its bytes may be lost behind a whole header."""
     watched = Watched(engine)
