@@ -121,13 +121,13 @@ class IndexSettings(BaseModel):
 
     def check(self) -> None:
         """Raises ConfigError for settings that do not go together."""
-        if self.path is not None and self.kind != "embedded":
-            fix = f"it is an embedded index's; leave it out with index.kind {self.kind}"
-            raise ConfigError("index.path", str(self.path), fix)
+        defaults = IndexSettings().model_dump(mode="json")
+        for name, value in self.model_dump(mode="json", exclude={"kind"}).items():
+            user = "embedded" if name in ("path", "map_bytes", "timeout_s") else "redis"
+            if user != self.kind and value != defaults[name]:
+                fix = f"only index.kind {user} uses it, and that is {self.kind}: set it to {user}, or leave this out"
+                raise ConfigError(f"index.{name}", value, fix)
         if self.kind != "redis":
-            if self.url is not None:
-                fix = f"only index.kind redis uses it, and that is {self.kind}: set it to redis, or leave this out"
-                raise ConfigError("index.url", self.url, fix)
             return
         if self.url is None:
             raise ConfigError("index.url", None, f"index.kind redis needs the address of the server: {_FORMS}")
@@ -135,6 +135,10 @@ class IndexSettings(BaseModel):
         self._check_tls()
 
     def _check_secrets(self) -> None:
+        for name in ("sentinel_username", "sentinel_password", "sentinel_password_file"):
+            if self.place.kind != "sentinel" and (value := getattr(self, name)) is not None:
+                fix = "index.url names no Sentinels: begin it with redis+sentinel, or leave this out"
+                raise ConfigError(f"index.{name}", str(value), fix)
         for name in ("password", "sentinel_password"):
             path = getattr(self, f"{name}_file")
             if getattr(self, name) is not None and path is not None:

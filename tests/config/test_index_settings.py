@@ -85,6 +85,17 @@ def test_the_password_may_stand_in_a_file(tmp_path: Path) -> None:
         ({"url": "redis://h", "path": "/x"}, "index.path"),
         ({"kind": "embedded", "url": "redis://h"}, "index.url"),
         ({"kind": "memory", "path": "/x"}, "index.path"),
+        ({"url": "redis://h", "map_bytes": "32GiB"}, "index.map_bytes"),
+        ({"url": "redis://h", "timeout_s": 5}, "index.timeout_s"),
+        ({"url": "redis://h", "sentinel_username": "me"}, "index.sentinel_username"),
+        ({"url": "redis+cluster://h", "sentinel_password": SECRET}, "index.sentinel_password"),
+        ({"url": "redis://h", "sentinel_password_file": "/x"}, "index.sentinel_password_file"),
+        ({"kind": "embedded", "prefix": "mine"}, "index.prefix"),
+        ({"kind": "embedded", "password": SECRET}, "index.password"),
+        ({"kind": "embedded", "password_file": "/x"}, "index.password_file"),
+        ({"kind": "embedded", "tls_check_hostname": False}, "index.tls_check_hostname"),
+        ({"kind": "embedded", "breaker": {"failures": 9}}, "index.breaker"),
+        ({"kind": "memory", "reply_timeout_ms": 100}, "index.reply_timeout_ms"),
         ({"url": "redis://h", "password": SECRET, "password_file": "/x"}, "index.password_file"),
         ({"url": "redis://h", "username": "me"}, "index.username"),
         ({"url": "redis://h", "tls_ca_file": "/etc/hostname"}, "index.tls_ca_file"),
@@ -105,6 +116,26 @@ def test_what_does_not_go_together_is_refused_without_a_secret(tmp_path: Path, i
         Settings.load({"root": str(tmp_path), "index": values})
     assert caught.value.key == key
     assert SECRET not in str(caught.value) and "12345678901" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "user"), [("redis", "embedded"), ("embedded", "redis")])
+def test_a_setting_of_another_kind_of_index_is_refused_unless_it_is_the_default(
+    tmp_path: Path, kind: str, user: str
+) -> None:
+    """These settings were taken and ignored. A copy of default.yaml is no mistake."""
+    url = {"url": "redis://h"} if kind == "redis" else {}
+    index = {
+        "kind": kind,
+        "map_bytes": "16GiB",
+        "prefix": "kvtier",
+        "breaker": {"failures": 3},
+        "password": None,
+        **url,
+    }
+    Settings.load({"root": str(tmp_path), "index": index})
+    change = {"prefix": "mine"} if user == "redis" else {"map_bytes": "1GiB"}
+    with pytest.raises(ConfigError, match=f"only index.kind {user} uses it, and that is {kind}: set it to {user}, or"):
+        Settings.load({"root": str(tmp_path), "index": index | change})
 
 
 def test_a_password_in_a_misspelt_variable_is_not_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
