@@ -19,7 +19,7 @@ from kvtier.codecs.transform.codec import TransformCodec
 from kvtier.codecs.transform.table import PRESET_BITS, read_table
 from kvtier.codecs.turboquant.codec import Turboquant, rope_base_of
 from kvtier.config.capacity import few_sets
-from kvtier.config.settings import HOST_ADMIT, Settings
+from kvtier.config.settings import HOST_ADMIT, HOST_ARENA_BYTES, Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Rules
@@ -55,7 +55,7 @@ from kvtier.storage.root import (
 )
 from kvtier.storage.segments import SegmentFolders, Sharing, direct_io_works
 from kvtier.storage.start_wait import in_time
-from kvtier.worker.arenas import cuda_memory, host_memory
+from kvtier.worker.arenas import cuda_memory, hbm_slots, host_memory, host_slots
 from kvtier.worker.context import Quarantine, WorkerContext, arena_slot_bytes
 from kvtier.worker.io_setup import load_cost, open_io
 from kvtier.worker.loop import TASKS_MAX
@@ -160,6 +160,18 @@ def check_place(settings: Settings) -> None:
     root = open_root(settings)
     if settings.index.kind != "memory":  # that one is shared by all of a process, and nothing of it can be wrong
         open_index(settings, root).close()
+
+
+def check_chunks(settings: Settings, geometry: Geometry, shares: Sequence[RankShare], device: str) -> None:
+    """Check that segments and arenas have room for the chunks of a model, before it is loaded. device: "cpu" or "cuda",
+    where the KV will be. Raises ConfigError."""
+    codec = make_codec(settings)
+    codec.check(geometry)
+    set_shape(settings, geometry, codec, shares)
+    slot_bytes = max(arena_slot_bytes(geometry, codec, share) for share in shares)
+    host_slots(settings.host.arena_bytes or HOST_ARENA_BYTES[device], slot_bytes)
+    if device == "cuda":
+        hbm_slots(settings.hbm, slot_bytes, step_chunks=1)
 
 
 def open_store(

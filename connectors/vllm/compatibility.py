@@ -27,6 +27,7 @@ from kvtier.config.kv_transfer import CONNECTOR, MULTI, POLICY, check_policy, po
 from kvtier.config.settings import HOST_ARENA_BYTES, Settings
 from kvtier.connectors.vllm import platform
 from kvtier.connectors.vllm.kv_dtypes import check_cache_dtype
+from kvtier.connectors.vllm.namespace import check_sizes
 from kvtier.errors import ConfigError
 from kvtier.model.families import FAMILIES
 from kvtier.model.layer_kinds import CHUNK, FULL, WINDOW, refusal
@@ -374,9 +375,10 @@ def check_start(vllm_config: Any) -> None:
         platform.check_windows(own)
         settings.signing.signer()
         if _runs_here(own.parallel_config):
-            is_cuda = current_platform.is_cuda()
-            settings.check_device(has_gpu=is_cuda)
-            check_host_arena(settings.host.arena_bytes or HOST_ARENA_BYTES["cuda" if is_cuda else "cpu"], memory_here())
+            device = "cuda" if current_platform.is_cuda() else "cpu"
+            settings.check_device(has_gpu=device == "cuda")
+            check_sizes(own, settings, device)
+            check_host_arena(settings.host.arena_bytes or HOST_ARENA_BYTES[device], memory_here())
             check_place(settings)
     setattr(transfer, MARK, True)
 

@@ -22,14 +22,15 @@ from typing import Any
 
 import torch
 
-from kvtier.build import make_codec
+from kvtier.build import check_chunks, make_codec
 from kvtier.config.settings import Settings
-from kvtier.connectors.vllm.kv_dtypes import forms_of, torch_name
+from kvtier.connectors.vllm.kv_dtypes import PLAIN, forms_of, is_slot, torch_name
 from kvtier.connectors.vllm.kv_layout import layer_number
 from kvtier.connectors.vllm.platform import Packing, packing_of
 from kvtier.errors import ConfigError
 from kvtier.format.geometry import Geometry, RankShare, share_of_rank
 from kvtier.format.namespace import CodecId, Namespace, canonical_text
+from kvtier.model.families import FAMILIES
 from kvtier.model.weights_fingerprint import config_fingerprint, file_fingerprint, weights_fingerprint
 from kvtier.storage.cache_folder import FOLDER
 
@@ -150,6 +151,32 @@ def identity_of(vllm_config: Any, spec: Any, layer_names: Sequence[str], setting
         signing=signer.fingerprint if signer else "",
     )
     return Identity(namespace, _shares(geometry, parallel), packing)
+
+
+def check_sizes(vllm_config: Any, settings: Settings, device: str) -> None:
+    """Refuse segments and arenas that are too small for this model's chunks before its weights are loaded. Raises
+    ConfigError.
+
+    The sizes are the least that its KV can take, because its layers do not exist yet: a draft's are not counted.
+    device: "cpu" or "cuda".
+    """
+    model, kv_dtype = vllm_config.model_config, str(vllm_config.cache_config.cache_dtype)
+    family = FAMILIES.get(getattr(getattr(model, "hf_text_config", None), "model_type", ""))
+    if family is None or family.is_mla != model.use_mla or is_slot(kv_dtype):
+        return
+    dtype = model.dtype if kv_dtype == "auto" else getattr(torch, kv_dtype, torch.uint8)
+    may_be_fp8 = kv_dtype == "auto" and model.quantization is not None and settings.codec == "raw"
+    geometry = Geometry(
+        layers=model.get_total_num_hidden_layers(),
+        kv_heads=1 if family.is_mla else model.get_total_num_kv_heads(),
+        k_head_size=model.get_head_size(),
+        v_head_size=0 if family.is_mla else model.get_head_size(),
+        dtype=torch_name(dtype) if kv_dtype in PLAIN else kv_dtype,
+        element_bytes=1 if may_be_fp8 else dtype.itemsize,
+        attention="mla" if family.is_mla else "heads",
+        chunk_tokens=settings.chunk_tokens,
+    )
+    check_chunks(settings, geometry, _shares(geometry, vllm_config.parallel_config), device)
 
 
 def check_share(share: RankShare, spec: Any, layer_names: Sequence[str], geometry: Geometry) -> None:

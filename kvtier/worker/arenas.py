@@ -190,11 +190,16 @@ class Pinner:
                 return
 
 
-def _host_buffer(n_bytes: int, slot_bytes: int) -> torch.Tensor:
-    n_slots = n_bytes // slot_bytes
-    if n_slots < ARENA_SLOTS_MIN:
+def host_slots(n_bytes: int, slot_bytes: int) -> int:
+    """Return the slots of a host arena of `n_bytes`. Raises ConfigError for too few."""
+    if n_bytes < ARENA_SLOTS_MIN * slot_bytes:
         fix = f"a chunk takes {exact(slot_bytes)} on this rank; at least {ARENA_SLOTS_MIN} of them must fit"
         raise ConfigError("host.arena_bytes", n_bytes, fix)
+    return n_bytes // slot_bytes
+
+
+def _host_buffer(n_bytes: int, slot_bytes: int) -> torch.Tensor:
+    n_slots = host_slots(n_bytes, slot_bytes)
     found = memory_here()
     check_host_arena(n_bytes, found)
     if warning := beyond_available(n_bytes, found):

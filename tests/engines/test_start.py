@@ -1,9 +1,11 @@
 """Checks that run in vLLM's front end, where it chooses the executor: before any weights are loaded."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvtier.config.kv_transfer import CONNECTOR
 from kvtier.errors import ConfigError
@@ -54,6 +56,39 @@ def test_wrong_settings_and_roots_are_refused(changes: dict[str, Any], key: str,
     with pytest.raises(ConfigError) as caught:
         Executor.get_class(asked(settings_at(tmp_path / "root") | changes))
     assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "key"),
+    [
+        ({"host": {"arena_bytes": "7MiB"}}, {}, "host.arena_bytes"),  # a chunk: 2 layers, 4 heads, 64 tokens, 2 MiB
+        ({"segment_bytes": "2MiB"}, {}, "segment_bytes"),
+        ({"segment_bytes": "2MiB"}, {"model_type": "of_a_plugin"}, None),
+        ({"host": {"arena_bytes": "7MiB"}}, {"quantization": "fp8"}, None),  # KV may be in fp8
+        ({"host": {"arena_bytes": "7MiB"}, "codec": "int8"}, {"quantization": "fp8"}, None),
+        ({"host": {"arena_bytes": "9MiB"}}, {}, None),
+        ({"host": {"arena_bytes": "9MiB"}}, {"dtype": torch.float32}, "host.arena_bytes"),
+        ({"codec": "k4v4"}, {"head_size": 1000}, "codec"),
+    ],
+)
+def test_sizes_below_a_few_chunks_are_refused_before_the_model_is_loaded(
+    changes: dict[str, Any], model: dict[str, Any], key: str | None, tmp_path: Path
+) -> None:
+    """A worker refused them after the weights were loaded, and vLLM's last line of log did not name the reason."""
+    config = asked(settings_at(tmp_path / "root") | changes)
+    values = {"model_type": "llama", "head_size": 1024, "dtype": torch.bfloat16, "quantization": None} | model
+    config.model_config.hf_text_config = SimpleNamespace(model_type=values["model_type"])
+    config.model_config.dtype, config.model_config.quantization = values["dtype"], values["quantization"]
+    config.model_config.get_head_size = lambda: values["head_size"]
+    config.model_config.get_total_num_kv_heads = lambda: 4
+    config.model_config.get_total_num_hidden_layers = lambda: 2
+    config.parallel_config.tensor_parallel_size = config.parallel_config.pipeline_parallel_size = 1
+    if key is None:
+        Executor.get_class(config)
+        return
+    with pytest.raises(ConfigError) as caught:
+        Executor.get_class(config)
+    assert caught.value.key == key and not (tmp_path / "root").exists()
 
 
 def test_a_right_one_is_opened_and_closed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
