@@ -16,6 +16,7 @@ from kvtier.format.signing import Signer
 from kvtier.index.base import Index, Location
 from kvtier.io.ring import AlignedBuffer, Batch, ReadOp, Ring
 from kvtier.maintenance.record_check import RECORD_BYTES_MAX
+from kvtier.runtime.units import counted
 from kvtier.storage.open_segments import OpenSegment
 from kvtier.storage.root import NAMESPACE_FILE, Root, model_name, namespace_folders, read_namespace
 from kvtier.storage.segments import NeverBegun, SegmentFiles, segment_name
@@ -49,6 +50,8 @@ class NamespaceStats:
 
 @dataclass(frozen=True, slots=True)
 class RootStats:
+    """unreadable: what could not be read, a sentence each. n_bytes: what could be read, on disk."""
+
     namespaces: tuple[NamespaceStats, ...]
     unreadable: tuple[str, ...]
     n_bytes: int
@@ -94,8 +97,12 @@ def stats(root: Root, index: Index) -> RootStats:
     n_bytes = 0
     for folder in namespace_folders(root.folder):
         files = SegmentFiles(folder, direct=False)
-        folder_bytes = sum(sum(sizes.values()) for sizes in files.sizes().values() if sizes is not None)
+        found_sizes = [*files.sizes().values()]
+        folder_bytes = sum(sum(sizes.values()) for sizes in found_sizes if sizes is not None)
         n_bytes += folder_bytes
+        if n_unread := found_sizes.count(None):
+            what = f"the sizes of the files of {counted(n_unread, 'segment set')} cannot be read, and are not counted"
+            unreadable.append(f"{folder}: {what}; is part of the storage down?")
         try:
             namespace = read_namespace(folder)
         except ConfigError as fault:

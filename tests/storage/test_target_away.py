@@ -13,7 +13,7 @@ from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Need
 from kvtier.index.base import SetInfo
 from kvtier.index.lmdb.index import LmdbIndex
-from kvtier.maintenance.scrub import verify
+from kvtier.maintenance.scrub import stats, verify
 from kvtier.maintenance.sweeper import Sweeper
 from kvtier.plan import SaveOutcome
 from kvtier.storage import atomic_files, segments
@@ -158,7 +158,11 @@ def test_a_sweep_and_verify_go_on_although_the_status_of_a_file_cannot_be_read(
     sweeper = Sweeper(index, tmp_path / "v2", "me")
     sweeper.sweep()
     assert sweeper.swept_s() and {info.set_id for info in sets} <= {info.set_id for info in index.sets()}
-    assert {finding.segment for finding in verify(find_root(tmp_path), index).bad} == {path.name}
+    root = find_root(tmp_path)
+    assert {finding.segment for finding in verify(root, index).bad} == {path.name}
+    found = stats(root, index)  # it counted the set as 0 bytes without a word
+    assert found.n_bytes < index.counts().n_bytes
+    assert len(found.unreadable) == 1 and "the files of 1 segment set cannot be read" in found.unreadable[0]
 
 
 def test_a_sweep_leaves_a_set_with_an_unreadable_status_to_a_later_one(
