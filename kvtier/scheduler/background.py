@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from kvtier.errors import Corrupt, IndexResting, KVTierError
+from kvtier.errors import Corrupt, IndexResting, IndexUnavailable, KVTierError
 from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Need
 from kvtier.eviction.room import Room
@@ -332,10 +332,11 @@ class Keeper:
                 self._pending.to_erase.append(namespace.id)
         with ExitStack() as queues:  # It calls the last callback first, and the others although one raises.
             # Only private namespaces are erased, which no lookup can name again.
-            queues.callback(_settle, self._pending.to_erase, self._sweeper.erase_namespace)
-            queues.callback(_settle, self._pending.to_drop, self._index.remove_set)
-            queues.callback(_settle, self._pending.to_close, self._sweeper.close_set)
-            queues.callback(_settle, self._pending.to_trim, self._sweeper.close_early)
+            clock = self._sweeper.clock
+            queues.callback(_settle, self._pending.to_erase, self._sweeper.erase_namespace, clock)
+            queues.callback(_settle, self._pending.to_drop, self._index.remove_set, clock)
+            queues.callback(_settle, self._pending.to_close, self._sweeper.close_set, clock)
+            queues.callback(_settle, self._pending.to_trim, self._sweeper.close_early, clock)
             if self._pending.to_close:  # from then on any engine may evict them
                 queues.callback(self._record_uses_now)
 
@@ -449,7 +450,7 @@ class Keeper:
         capacity_bytes = min(plan.capacity_bytes, room_bytes)
         # With a smaller capacity, fewer sets are kept ready. Surplus ones are removed before sets with records are.
         self._pending.to_drop += self.allocators.bound_spares(plan.spares(capacity_bytes))
-        _settle(self._pending.to_drop, self._index.remove_set)
+        _settle(self._pending.to_drop, self._index.remove_set, self._sweeper.clock)
         return capacity_bytes
 
     def _written_bytes(self) -> int:
@@ -504,12 +505,19 @@ class Keeper:
             used.clear()
 
 
-def _settle(ids: deque[T], settle: Callable[[T], object]) -> None:
-    """Call `settle` for each id, until one fails. An id is removed once its call has returned."""
-    while ids:
+def _settle(ids: deque[T], settle: Callable[[T], object], clock: Callable[[], float]) -> None:
+    """Call `settle` for each id. An id is removed once its call has returned. Raises the first fault, after the others
+    were tried, but no further ones once the index does not answer or TICK_INTERVAL_S are over."""
+    first, until_s = None, clock() + TICK_INTERVAL_S
+    for _ in range(len(ids)):
         try:
             settle(ids[0])
-        except (KVTierError, OSError):
+        except (KVTierError, OSError) as fault:
+            first = first or fault
             ids.rotate(-1)  # The next call begins with the others.
-            raise
-        ids.popleft()
+            if isinstance(fault, IndexUnavailable) or clock() > until_s:
+                break
+        else:
+            ids.popleft()
+    if first is not None:
+        raise first

@@ -132,6 +132,36 @@ def test_a_set_that_cannot_be_closed_keeps_no_other_waiting(
     assert open_sets(keeper, 1, 2, 3) == set()
 
 
+@pytest.mark.parametrize(
+    ("fault", "took_s", "tried"),
+    [
+        (OSError(errno.EIO, "Input/output error"), 0.0, [1, 2, 3, 4]),
+        (OSError(errno.EIO, "Input/output error"), 0.3, [1, 2]),  # the lease must be renewed in time
+        (IndexUnavailable("no answer"), 0.0, [1]),  # the others would fail too
+    ],
+)
+def test_one_tick_tries_further_sets_after_those_that_cannot_be_closed(
+    keeper: Keeper, now: list[float], monkeypatch: pytest.MonkeyPatch, fault: Exception, took_s: float, tried: list[int]
+) -> None:
+    """Each set that could not be closed delayed the later ones by a tick."""
+    keeper.tick()
+    add_sets(keeper, 1, 2, 3, 4)
+    calls: list[int] = []
+    plain = Sweeper.close_set
+
+    def fail(sweeper: Sweeper, set_id: int) -> None:
+        calls.append(set_id)
+        now[0] += took_s
+        if set_id < 4:
+            raise fault
+        plain(sweeper, set_id)
+
+    monkeypatch.setattr(Sweeper, "close_set", fail)
+    keeper._pending.to_close += [1, 2, 3, 4]
+    keeper.tick()
+    assert calls == tried and set(keeper._pending.to_close) == {1, 2, 3, 4} - ({4} & {*calls})
+
+
 def test_uses_that_the_index_did_not_take_are_recorded_later(
     keeper: Keeper, now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
