@@ -114,9 +114,10 @@ def _open_redis(settings: IndexSettings, root: Root, metrics: Metrics, is_engine
     index = _redis(settings)
     try:
         index.bind(root.root_id)
-    except ConfigError:
+    except ConfigError as fault:
         index.close()
-        raise
+        log.debug("Redis refuses this process", exc_info=fault)
+        raise fault from None  # redis-py's traceback would stand above the reason, and say less
     except IndexUnavailable as fault:
         if is_engines:
             log.warning("the index does not answer; everything is a miss until it does: %s", fault)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,10 +12,13 @@ import pytest
 from pydantic import SecretStr
 
 from kvtier.config.index import IndexSettings
+from kvtier.config.settings import Settings
 from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.index.base import EVICT_LEASE, UNOWNED, IndexCounts
+from kvtier.index.open import open_index
 from kvtier.index.redis.index import RedisIndex
 from kvtier.index.redis.wire import Request, Wire
+from kvtier.storage.root import open_root
 from tests.redis_server import (
     Connect,
     Server,
@@ -464,6 +468,16 @@ def test_wrong_logins_are_refused_without_a_word_of_the_password(tmp_path: Path)
         index = RedisIndex(good)
         index.bind("a root")
         index.close()
+
+
+def test_a_start_with_a_wrong_password_shows_one_reason(tmp_path: Path, server: Server) -> None:
+    """Redis-py's traceback stood above it."""
+    given = index_settings(server.url).model_copy(update={"password": SecretStr("hunter2")})
+    settings = Settings(root=tmp_path / "root", index=given)
+    with pytest.raises(ConfigError, match="index.password = '\\*\\*\\*': Redis refuses the login") as caught:
+        open_index(settings, open_root(settings))
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Traceback") == 1 and "redis.exceptions" not in shown
 
 
 def test_a_database_that_the_server_lacks_is_refused(server: Server) -> None:
