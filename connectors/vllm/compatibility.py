@@ -22,13 +22,14 @@ from vllm.config import KVTransferConfig
 from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
 
+from kvtier._bootstrap import PREFIX
 from kvtier.build import check_place
 from kvtier.config.kv_transfer import CONNECTOR, MULTI, POLICY, check_policy, policy_of_multi, roles_of
 from kvtier.config.settings import HOST_ARENA_BYTES, Settings
 from kvtier.connectors.vllm import platform
 from kvtier.connectors.vllm.kv_dtypes import check_cache_dtype
 from kvtier.connectors.vllm.namespace import check_sizes
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, IndexUnavailable
 from kvtier.model.families import FAMILIES
 from kvtier.model.layer_kinds import CHUNK, FULL, WINDOW, refusal
 from kvtier.runtime.memory_limits import check_host_arena, memory_here
@@ -379,7 +380,11 @@ def check_start(vllm_config: Any) -> None:
             settings.check_device(has_gpu=device == "cuda")
             check_sizes(own, settings, device)
             check_host_arena(settings.host.arena_bytes or HOST_ARENA_BYTES[device], memory_here())
-            check_place(settings)
+            try:
+                check_place(settings)
+            except IndexUnavailable as fault:  # vLLM shows its text as the last line of the log
+                fault.args = (f"{PREFIX}{fault}",)
+                raise
     setattr(transfer, MARK, True)
 
 

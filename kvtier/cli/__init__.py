@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from kvtier._bootstrap import PREFIX
 from kvtier.runtime.exit_status import INTERRUPTED, NOT_DONE, OK
 
 
@@ -21,7 +22,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     if sys.stdout is None:  # closed, as by `>&-`: the next file that is opened would get its number
-        print("standard output is closed: send it to a file, or to /dev/null", file=sys.stderr)
+        print(f"{PREFIX}standard output is closed: send it to a file, or to /dev/null", file=sys.stderr)
         return NOT_DONE
     # Not at the top: they take a second, in which an interruption is to end without a traceback too.
     import typer
@@ -59,6 +60,6 @@ def _run(arguments: Sequence[str] | None) -> int:
     except OSError as error:  # of --version and --help, which end before a command begins
         drop_output()
         if not isinstance(error, BrokenPipeError):
-            print(" ".join(str(error).split()), file=sys.stderr)
+            print(PREFIX + " ".join(str(error).split()), file=sys.stderr)
             return NOT_DONE
         return OK

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from kvtier._bootstrap import PREFIX
 from kvtier.errors import IndexUnavailable, KVTierError, TierUnavailable
 from kvtier.runtime.exit_status import INTERRUPTED, MEANINGS, NOT_DONE, OK
 from kvtier.runtime.versions import commit, installed
@@ -47,7 +48,8 @@ class Commands(TyperGroup):
             drop_output()
             return OK
         except (KVTierError, OSError) as error:
-            print(" ".join(f"{_said(error)}{_fix(error)}".split()), file=sys.stderr)
+            text = f"{_said(error)}{_fix(error)}".removeprefix(PREFIX)
+            print(" ".join(f"{PREFIX}{text}".split()), file=sys.stderr)
             try:
                 sys.stdout.flush()
             except OSError:  # standard output is full; else the interpreter would report that again at its end

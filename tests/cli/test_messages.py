@@ -68,7 +68,7 @@ def test_an_error_of_the_system_says_what_to_do(
     monkeypatch.setattr(stats, "find_place", fail)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     said = cli.refused("stats", "x")
-    assert said.startswith(f"/kv/x: {os.strerror(number)}; ") and advice in said
+    assert said.startswith(f"kvtier: /kv/x: {os.strerror(number)}; ") and advice in said
 
 
 def test_a_command_that_is_given_no_root_says_how_one_is_named(tmp_path: Path, cli: Cli) -> None:

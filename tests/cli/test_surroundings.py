@@ -45,14 +45,14 @@ def test_a_root_whose_name_is_not_utf_8_is_refused(command: list[str], tmp_path:
 
 def test_a_closed_output_is_said(root: Path) -> None:
     status, _, err = run("stats", root, shell=">&-")
-    assert status == 2 and err.splitlines() == ["standard output is closed: send it to a file, or to /dev/null"]
+    assert status == 2 and err.splitlines() == ["kvtier: standard output is closed: send it to a file, or to /dev/null"]
 
 
 def test_other_closed_streams_are_empty(root: Path) -> None:
     status, out, err = run("evict", root, "--all", shell="<&-")
     assert status == 2 and "add --config" in err
     status, out, err = run("lookup", root, "--tokens", "-", shell="<&-")
-    assert status == 2 and err.startswith("-: no token ids")
+    assert status == 2 and err.startswith("kvtier: -: no token ids")
     assert run("verify", root, shell="2>&-")[0] == 0
     assert run("stats", root / "absent", shell="2>&-")[:2] == (2, ""), "the fault was printed as the answer"
 

@@ -90,7 +90,10 @@ def test_a_folder_that_cannot_be_written_to(folder: Path, cli: Cli, monkeypatch:
     monkeypatch.setattr(os, "open", refused)
     monkeypatch.setattr(WeightReader, "sums", lambda *_: pytest.fail("the files were read"))
     said = cli.refused("weights", "verify", str(folder), "--write")
-    assert said.startswith(f"{folder} cannot be written to (Read-only file system)") and "run this as a user" in said
+    assert (
+        said.startswith(f"kvtier: {folder} cannot be written to (Read-only file system)")
+        and "run this as a user" in said
+    )
 
 
 def test_files_in_the_format_of_mistral(folder: Path, cli: Cli) -> None:

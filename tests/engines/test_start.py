@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtier.config.kv_transfer import CONNECTOR
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, IndexUnavailable
 
 pytest.importorskip("vllm")
 
@@ -97,6 +97,15 @@ def test_a_right_one_is_opened_and_closed_once(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "root" / "v2" / "owner.json").exists()
     monkeypatch.setattr(compatibility, "check_place", lambda settings: pytest.fail("it was opened a second time"))
     Executor.get_class(config)
+
+
+def test_an_index_that_does_not_open_is_named_as_kvtiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise IndexUnavailable("index /kv: no room")
+
+    monkeypatch.setattr(compatibility, "check_place", fail)
+    with pytest.raises(IndexUnavailable, match="^kvtier: index /kv: no room$"):
+        Executor.get_class(asked(settings_at(tmp_path / "root")))
 
 
 @pytest.mark.parametrize("elsewhere", [{"data_parallel_backend": "ray"}, {"data_parallel_size_local": 0}])
