@@ -9,7 +9,7 @@ import torch
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from benchmarks.round_trip import round_trip
 from kvtier.build import codec_of, make_codec
@@ -233,6 +233,9 @@ def test_tables_that_do_not_go_together_are_refused(table_path: Path) -> None:
         with pytest.raises(ConfigError, match=reason) as refused:
             read_table(spoiled(table_path, **changes), "tc4")
         assert refused.value.key == "codec_table" and "kvtier calibrate" in refused.value.fix
+    save_file(found, table_path.parent / "of_tomorrow", {"format": "another", "model": MODEL, "weights": WEIGHTS})
+    with pytest.raises(ConfigError, match="its format is 'another', not "):
+        read_table(table_path.parent / "of_tomorrow", "tc4")
 
 
 @settings(max_examples=40, deadline=None)

@@ -92,3 +92,23 @@ def test_a_service_that_ends_does_not_wait_for_the_opening(mount: Mount) -> None
         with pytest.raises(IndexUnavailable, match="ended"):
             first.result(TIMEOUT_S)
     assert mount.is_closed.is_set(), "what came late is not left open"
+
+
+def test_an_index_that_is_down_is_named_and_asked_again_after_a_pause(
+    mount: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = [IndexUnavailable("index /kv: no room")]
+
+    def open_root() -> Opened:
+        mount.may_answer.set()
+        if faults:
+            raise faults.pop()
+        return mount.open()
+
+    service = Service(mount.settings, lambda: TOKENS, open_root)
+    for _ in range(2):  # the second time without an attempt
+        with pytest.raises(IndexUnavailable, match="index /kv: no room"):
+            assert service.opened
+    monkeypatch.setattr(module, "REOPEN_PAUSE_S", 0.0)
+    assert service.opened.index is mount.index and mount.times == 1
+    service.close()
