@@ -254,8 +254,11 @@ def check_sources(architecture: str | None, registry: Any) -> None:
         raise ConfigError("model_tag", None, fix)
 
 
-def check_cache(kv_cache_config: Any, settings: Settings) -> Any:
-    """Check the KV cache's groups. Return the spec of a layer of the only group. Raises ConfigError."""
+def check_cache(kv_cache_config: Any, settings: Settings, window: int | None = None) -> Any:
+    """Check the KV cache's groups. Return the spec of a layer of the only group. Raises ConfigError.
+
+    window: `sliding_window` of vLLM's cache_config, tokens; None: the model has none that an option can disable.
+    """
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         raise ConfigError("kv_cache_groups", 0, f"no layer of this model keeps KV, so nothing can be cached; {WITHOUT}")
@@ -266,7 +269,7 @@ def check_cache(kv_cache_config: Any, settings: Settings) -> Any:
     specs = list(layer_specs(groups[0]).values()) or [groups[0].kv_cache_spec]
     for number, spec in enumerate(specs):
         if spec not in specs[:number]:
-            _check_spec(spec)
+            _check_spec(spec, window)
     sizes = dict.fromkeys((getattr(s, "num_kv_heads", None), getattr(s, "head_size", None)) for s in specs)
     if len(sizes) > 1:
         found = ", ".join(f"{heads} KV heads of {size}" for heads, size in sizes)
@@ -283,11 +286,14 @@ def layer_specs(group: Any) -> Mapping[str, Any]:
     return each if each is not None else dict.fromkeys(group.layer_names, group.kv_cache_spec)
 
 
-def _check_spec(spec: Any) -> None:
+def _check_spec(spec: Any, window: int | None) -> None:
     kind = type(spec).__name__
     why = refusal({SPECS.get(kind, kind)})
     if why:
-        raise ConfigError("kv_cache_spec", kind, f"{why}; {WITHOUT}")
+        # For classes that are not in FAMILIES, only the specs say that no layer looks further back.
+        can_disable = window is not None and kind == "SlidingWindowSpec"
+        way = f"add --disable-sliding-window, which limits requests to {window} tokens, or " if can_disable else ""
+        raise ConfigError("kv_cache_spec", kind, f"{why}; {way}{WITHOUT}")
     if getattr(spec, "non_causal", False):
         fix = f"a token's KV would depend on tokens after it; {WITHOUT}"
         raise ConfigError("kv_cache_spec", "non-causal attention", fix)

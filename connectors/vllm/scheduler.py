@@ -48,7 +48,7 @@ class SchedulerHalf:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
         check_engine(vllm_config, settings)
         platform.check_continuation(vllm_config)
-        spec = check_cache(kv_cache_config, settings)
+        spec = check_cache(kv_cache_config, settings, getattr(vllm_config.cache_config, "sliding_window", None))
         platform.check_windows(vllm_config, kv_cache_config)
         layer_names = in_layer_order(kv_cache_config.kv_cache_groups[0].layer_names)
         identity = identity_of(vllm_config, spec, layer_names, settings)

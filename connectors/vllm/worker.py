@@ -45,7 +45,7 @@ class WorkerHalf:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
         check_engine(vllm_config, settings)
         platform.check_continuation(vllm_config)
-        self._spec = check_cache(kv_cache_config, settings)
+        self._spec = check_cache(kv_cache_config, settings, getattr(vllm_config.cache_config, "sliding_window", None))
         platform.check_windows(vllm_config, kv_cache_config)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config

@@ -269,6 +269,19 @@ def test_refused_caches(specs: list[SimpleNamespace], key: str, text: str) -> No
     assert text in caught.value.fix
 
 
+@pytest.mark.parametrize(("window", "is_advised"), [(2047, True), (None, False)])
+def test_a_window_in_all_layers_of_an_unknown_class_is_refused_with_a_way_out(
+    window: int | None, is_advised: bool
+) -> None:
+    """Solar's: the refusal only advised to run it without kvtier. window None: it was disabled, or layers have their
+    own."""
+    with pytest.raises(ConfigError, match="kv_cache_spec = 'SlidingWindowSpec'") as caught:
+        compatibility.check_cache(cache(SlidingWindowSpec(block_size=16)), settings(), window)
+    advice = "add --disable-sliding-window, which limits requests to 2047 tokens, or "
+    assert (advice in caught.value.fix) == is_advised
+    assert caught.value.fix.endswith(compatibility.WITHOUT)
+
+
 @pytest.mark.parametrize(
     "kinds",
     [
