@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import Corrupt, IndexUnavailable, KVTierError, TierUnavailable
@@ -41,6 +42,8 @@ FULL_PAUSE_S = 0.5  # pause after a save met a full disk or quota, seconds; the 
 # published while another is written. All of them must be written within one timeout.
 WINDOW_BYTES = 1 << 30
 WINDOW_MIN, WINDOW_MAX = 8, 128
+
+_key_of = attrgetter("chunk.key")
 
 
 class SaveState(Enum):
@@ -223,7 +226,7 @@ class RecordWriter:
         """Look the chunks up and open their segments, each file once. Runs in the pool, and touches no slot, because
         the batch may be given up before it ends."""
         try:
-            present = self._worker.index.find([item.chunk.key for item in staged])
+            present = self._worker.index.find(list(map(_key_of, staged)))
         except IndexUnavailable:
             present = [None] * len(staged)
         by_file: dict[Name, Opened] = {}
@@ -349,13 +352,14 @@ class RecordWriter:
     def _put_in_index(self, written: Sequence[Staged]) -> set[int]:
         """Publish the records. Return the ids of the sets whose chunks are visible now, through these records or other
         records of the same chunks; not of sets that were removed or taken over before. Runs in the pool."""
-        records, set_ids, whole = list[NewRecord](), set[int](), self.segments.whole
+        records, set_ids, files, whole = list[NewRecord](), set[int](), set[Name](), self.segments.whole
         for item in written:
             assert item.location is not None
             records.append(NewRecord(item.chunk.key, item.location, whole))
             set_ids.add(item.chunk.set_id)
+            files.add(item.file)
         if self._worker.index.publish(records) == len(records):
-            self.segments.accepted += {item.file for item in written}.difference(self.segments.accepted)
+            self.segments.accepted += files.difference(self.segments.accepted)
             return set_ids
         return self.segments.leave(written[0].plan.namespace, [record.location for record in records])
 
