@@ -5,7 +5,7 @@ that the index already has is read and verified before the other one is skipped.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError, Corrupt, IndexUnavailable, KVTierError, TierUnavailable
@@ -137,7 +137,7 @@ class SetRecovery:
         self._remove_blocking(files, missing, lambda: progress(len(parts)))
         self._check_held(lapses)  # else another process may have truncated the files
         is_whole = all(isinstance(fault, Corrupt) for fault in faults.values())
-        taken = self._take_in(self._set_info(files, header), list(records.values())) if is_whole else None
+        taken = self._take_in(self._set_info(files, header, found), list(records.values())) if is_whole else None
         was_known = taken is None
         if taken is None:
             taken = self._add_missing(set_id, missing, known, lapses, settled if has_list else parts)
@@ -284,12 +284,13 @@ class SetRecovery:
             else:
                 yield slot, record
 
-    def _set_info(self, files: SegmentFiles, header: SegmentHeader) -> SetInfo:
+    def _set_info(self, files: SegmentFiles, header: SegmentHeader, parts: Iterable[int]) -> SetInfo:
         # A set with a time in the future would not be evicted.
-        now_s = self._clock()
+        now_s, disk_s = self._clock(), self._disk_s()
         created_s = min(self._index.local_s(header.created_ms / 1000), now_s)
-        # The index had the time of the last use. The file has that of the last save, for a set may fill for days.
-        saved_s = min(now_s, max(created_s, now_s - files.age_s(header.set_id, header.part, now_s)))
+        # The index had the time of the last use. The files have that of the last save, for a set may fill for days.
+        age_s = min(files.age_s(header.set_id, part, disk_s) for part in parts)
+        saved_s = min(now_s, max(created_s, now_s - age_s))
         n_bytes = files.set_bytes_of(header.set_id)
         return SetInfo(
             header.set_id, header.namespace, UNOWNED, n_bytes, created_s, saved_s, is_open=False, tenant=header.tenant

@@ -112,12 +112,17 @@ def test_a_namespace_without_its_description_is_said_and_counted(tmp_path: Path)
     assert done.removed_sets == 0 and len(done.unreadable) == 1
 
 
-def test_a_set_of_a_lost_index_was_last_used_when_it_was_last_written(tmp_path: Path) -> None:
-    """It was as old as its creation, so after a reboot capacity.ttl_s removed what had been saved shortly before."""
+@pytest.mark.parametrize("behind_s", [0.0, 7200.0])
+def test_a_set_of_a_lost_index_was_last_used_when_it_was_last_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind_s: float
+) -> None:
+    """It was as old as its creation, so after a reboot capacity.ttl_s removed what had been saved shortly before.
+    behind_s: of the clock of the file system's server."""
+    monkeypatch.setattr(Sweeper, "_disk_s", lambda sweeper: sweeper.clock() - behind_s)
     saved_by_another(tmp_path, TOKENS, BLOCKS)
     (path,), index = tmp_path.glob("v2/*/*.kvseg"), MemoryIndex()
     began_s = time.time()
-    os.utime(path, (began_s + 3600.0, began_s + 3600.0))
+    os.utime(path, (began_s + 3600.0 - behind_s,) * 2)
     Sweeper(index, tmp_path / "v2", "me", lambda: began_s + 7200.0).rebuild()
     (info,) = index.sets()
     assert info.created_s < began_s and info.used_s == pytest.approx(began_s + 3600.0, abs=1e-3)
