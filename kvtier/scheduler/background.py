@@ -41,6 +41,7 @@ T = TypeVar("T")
 # too soon.
 RECENT_LOADS_MAX = 4096
 TICK_INTERVAL_S = 0.5  # interval between two ticks, seconds
+FAULTS_MAX = 8  # in one tick of one kind of change, so that a long outage costs the index few calls
 SPARES_MAX = 8  # empty segment sets kept ready
 LIMITS_INTERVAL_S = 5.0  # interval between two reads of the root's limits, seconds
 # A clock that goes back by more than this was set by hand, seconds. Duties that were planned by the old time would come
@@ -326,6 +327,7 @@ class Keeper:
         while self._pending.epochs:
             namespace, allocators = self._pending.epochs.popleft()
             used, unused = allocators.abandon()
+            self._note_saves(allocators)
             self._pending.to_close += used
             self._pending.to_drop += unused
             if namespace.epoch.startswith(PRIVATE_EPOCH):
@@ -337,7 +339,7 @@ class Keeper:
             queues.callback(_settle, self._pending.to_drop, self._index.remove_set, clock)
             queues.callback(_settle, self._pending.to_close, self._sweeper.close_set, clock)
             queues.callback(_settle, self._pending.to_trim, self._sweeper.close_early, clock)
-            if self._pending.to_close:  # from then on any engine may evict them
+            if self._pending.to_close or self._pending.to_trim:  # closed sets may be evicted: first record their uses
                 queues.callback(self._record_uses_now)
 
     def _record_uses(self, now: float) -> None:
@@ -497,27 +499,31 @@ class Keeper:
             at_s, set_ids = self._recent.popleft()
             for set_id in set_ids:  # chunks of one load count as one use of their set
                 used[set_id] = Use(at_s, used.get(set_id, Use(0.0, 0)).count + 1)
-        for set_id, at_s in self.allocators.take_filled().items():  # else a set would be as old as its first chunk
-            before = used.get(set_id, Use(0.0, 0))
-            used[set_id] = replace(before, at_s=max(at_s, before.at_s))
+        self._note_saves(self.allocators)
         if used:
             self._index.touch(used)
             used.clear()
 
+    def _note_saves(self, allocators: SlotAllocators) -> None:
+        """Note when chunks of sets were saved, for else a set would seem as old as its creation."""
+        for set_id, at_s in allocators.take_filled():
+            before = self._pending.uses.get(set_id, Use(0.0, 0))
+            self._pending.uses[set_id] = replace(before, at_s=max(at_s, before.at_s))
+
 
 def _settle(ids: deque[T], settle: Callable[[T], object], clock: Callable[[], float]) -> None:
-    """Call `settle` for each id. An id is removed once its call has returned. Raises the first fault, after the others
-    were tried, but no further ones once the index does not answer or TICK_INTERVAL_S are over."""
-    first, until_s = None, clock() + TICK_INTERVAL_S
+    """Call `settle` for each id, also after faults. An id is removed once its call has returned. Stops at FAULTS_MAX
+    faults, at one after TICK_INTERVAL_S, and where the index does not answer. Raises the first fault."""
+    faults, until_s = list[KVTierError | OSError](), clock() + TICK_INTERVAL_S
     for _ in range(len(ids)):
         try:
             settle(ids[0])
         except (KVTierError, OSError) as fault:
-            first = first or fault
+            faults.append(fault)
             ids.rotate(-1)  # The next call begins with the others.
-            if isinstance(fault, IndexUnavailable) or clock() > until_s:
+            if isinstance(fault, IndexUnavailable) or len(faults) == FAULTS_MAX or clock() > until_s:
                 break
         else:
             ids.popleft()
-    if first is not None:
-        raise first
+    if faults:
+        raise faults[0]

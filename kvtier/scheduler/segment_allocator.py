@@ -30,9 +30,9 @@ class _Set:
 class SlotAllocator:
     """Allocator of one tenant. It fills one set and keeps up to `spares_max` sets ready, because a long prompt may fill
     several in one step. used_s: time at which a chunk was last planned. backoff: pause after a set could not be
-    created."""
+    created. filled_s: receives the time of the last taken slot, by set."""
 
-    def __init__(self, slots: int, spares_max: int, tenant: str = "") -> None:
+    def __init__(self, slots: int, spares_max: int, tenant: str = "", filled_s: dict[int, float] | None = None) -> None:
         self.slots = slots
         self.tenant = tenant
         self.used_s = 0.0
@@ -42,7 +42,7 @@ class SlotAllocator:
         self._sets: dict[int, _Set] = {}  # unsettled sets by id; those without a taken slot are ready
         self._current: _Set | None = None
         self._missed_s: float | None = None
-        self._filled_s: dict[int, float] = {}  # time of the last taken slot, by set, since `take_filled`
+        self._filled_s = {} if filled_s is None else filled_s
 
     def is_coming(self, now_s: float) -> bool:
         """Return True if no set is ready but one is expected within SET_COMES_S of the first such call: then chunks
@@ -117,12 +117,6 @@ class SlotAllocator:
                 if is_blank:
                     of.returned.append(slot)
 
-    def take_filled(self) -> dict[int, float]:
-        """Return the sets of which slots were taken since the last call, with the time of the last one, seconds."""
-        with self._lock:
-            filled_s, self._filled_s = self._filled_s, {}
-            return filled_s
-
     def take_settled(self, now_s: float) -> list[int]:
         """Forget the full sets that get no further records. Return their ids: the caller closes them."""
         with self._lock:
@@ -166,7 +160,8 @@ class SlotAllocators:
 
     def __init__(self, slots: int, spares_max: int) -> None:
         self.slots = slots
-        self.common = SlotAllocator(slots, spares_max)
+        self._filled_s: dict[int, float] = {}  # also of dropped allocators
+        self.common = SlotAllocator(slots, spares_max, filled_s=self._filled_s)
         self._spares_max = max(1, spares_max // 4)
         self._lock = threading.Lock()
         self._by_tenant = {"": self.common}
@@ -176,7 +171,9 @@ class SlotAllocators:
         with self._lock:
             allocator = self._by_tenant.get(tenant)
             if allocator is None:
-                allocator = self._by_tenant[tenant] = SlotAllocator(self.slots, self._spares_max, tenant)
+                allocator = self._by_tenant[tenant] = SlotAllocator(
+                    self.slots, self._spares_max, tenant, self._filled_s
+                )
             allocator.used_s = now_s
             return allocator
 
@@ -197,8 +194,9 @@ class SlotAllocators:
         if allocator is not None:
             allocator.answered(set_id, slot, is_blank)
 
-    def take_filled(self) -> dict[int, float]:
-        return {set_id: at_s for allocator in self.all() for set_id, at_s in allocator.take_filled().items()}
+    def take_filled(self) -> list[tuple[int, float]]:
+        """Return the sets of which slots were taken since the last call, with the time of the last one, seconds."""
+        return [self._filled_s.popitem() for _ in range(len(self._filled_s))]  # other threads only add to it
 
     def take_settled(self, now_s: float) -> list[int]:
         settled = []

@@ -14,7 +14,8 @@ from kvtier.index import entry
 from kvtier.index.base import Location, SetInfo, Use, writer_lease
 from kvtier.index.memory import MemoryIndex
 from kvtier.maintenance.sweeper import Sweeper
-from kvtier.scheduler.background import LIMITS_INTERVAL_S, Keeper, KeeperPlan
+from kvtier.scheduler.background import FAULTS_MAX, LIMITS_INTERVAL_S, Keeper, KeeperPlan
+from kvtier.scheduler.segment_allocator import TENANT_IDLE_S
 from kvtier.storage.filesystem import FreeSpace
 from tests.support.rig import geometry, namespace
 
@@ -204,3 +205,44 @@ def test_a_set_was_last_used_when_its_last_chunk_was_saved(
     now[0] += 1.0
     keeper.tick()
     assert [(info.set_id, info.uses, info.used_s) for info in closed] == [(taken[0], 0, 1e9 + 2400.0)]
+
+
+@pytest.mark.parametrize("leaving", ["the epoch", "the tenant"])
+def test_saves_into_sets_whose_allocator_is_dropped_are_dated_too(
+    keeper: Keeper, now: list[float], monkeypatch: pytest.MonkeyPatch, leaving: str
+) -> None:
+    """A set that had been ready for long, and got its chunks just before, was closed as old as its creation."""
+    closed: list[SetInfo] = []
+    for name in ("close_set", "close_early"):
+        monkeypatch.setattr(Sweeper, name, lambda _, set_id: closed.extend(keeper._index.some_sets([set_id])))
+    keeper.tick()
+    keeper.allocators.of("a", now[0])
+    keeper.tick()
+    now[0] += 86_400.0
+    keeper._due.touch_s = now[0] + 1e6
+    taken = keeper.allocators.of("a", now[0]).take(now[0])
+    assert taken is not None
+    keeper.allocators.answered("a", *taken, is_blank=False)
+    saved_s = now[0]
+    if leaving == "the epoch":
+        keeper.begin_epoch()
+    else:
+        now[0] += TENANT_IDLE_S
+    keeper.tick()
+    assert [(info.set_id, info.uses, info.used_s) for info in closed] == [(taken[0], 0, saved_s)]
+
+
+def test_one_tick_tries_few_of_many_sets_that_cannot_be_closed(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try asks the index, which all engines share."""
+    keeper.tick()
+    calls: list[int] = []
+
+    def fail(_: Sweeper, set_id: int) -> None:
+        calls.append(set_id)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Sweeper, "close_set", fail)
+    keeper._pending.to_close += range(1, 2 * FAULTS_MAX)
+    keeper.tick()
+    keeper.tick()
+    assert calls == [*range(1, 2 * FAULTS_MAX), 1]
