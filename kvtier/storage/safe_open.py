@@ -53,14 +53,23 @@ def _open_folder(folder: Path) -> int:
     return descriptor
 
 
-def hand_over(path: str | Path, folder: int | None = None) -> None:
+def hand_over(path: str | Path) -> None:
     """Change the owner of a file that user root created to that of its folder. Refusals (NFS, user namespaces) are
-    ignored. folder: the open folder that `path` is a name in, if given."""
-    # A command or an engine run by root must not make files inaccessible to the engines' user.
+    ignored."""
+    # A command run by root must not make a root or its index inaccessible to the engines' user.
     if os.geteuid() == 0:
         with suppress(OSError):
-            owner = os.stat(os.path.dirname(path) or ".") if folder is None else os.fstat(folder)
-            os.chown(path, owner.st_uid, owner.st_gid, dir_fd=folder, follow_symlinks=False)
+            owner = os.stat(os.path.dirname(path) or ".")
+            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+
+
+def hand_over_open(file: int, folder: int) -> None:
+    """Change the owner of an open file that user root created to that of its open folder, as `hand_over` does."""
+    if os.geteuid() == 0:
+        with suppress(OSError):
+            owner, own = os.fstat(folder), os.fstat(file)
+            if (owner.st_uid, owner.st_gid) != (own.st_uid, own.st_gid):
+                os.fchown(file, owner.st_uid, owner.st_gid)
 
 
 def make_private(path: str) -> None:

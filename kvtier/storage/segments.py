@@ -29,7 +29,7 @@ from kvtier.runtime.file_descriptors import close_file, with_descriptors
 from kvtier.runtime.threads import Job
 from kvtier.storage.filesystem import FULL, IN_MEMORY, file_system_of
 from kvtier.storage.open_segments import OpenSegment, OpenSegments
-from kvtier.storage.safe_open import folder_within, hand_over, is_plain, once_free
+from kvtier.storage.safe_open import folder_within, hand_over_open, is_plain, once_free
 
 SUFFIX = ".kvseg"
 _NAME = re.compile(r"([0-9a-f]{16})-([0-9]{4})-([0-9]{2})\.kvseg")
@@ -115,7 +115,7 @@ class SegmentFiles(OpenSegments):
                 fd = with_descriptors(lambda: os.open(name, flags, 0o600, dir_fd=folder))
             except FileExistsError:
                 return False
-            hand_over(name, folder)
+            hand_over_open(fd, folder)
             try:
                 self._fill_and_close(fd, header)
             except OSError:
