@@ -25,6 +25,8 @@ _FORMS = "redis://host:6379/0, rediss://..., unix:///path, redis+sentinel://host
 # Of the index's map: tables need the least; it may grow eightfold, within a process's 128 TiB of addresses.
 MAP_BYTES_MIN, MAP_BYTES_MAX = 1 << 20, 8 << 40
 _PORTS = {"sentinel": 26379}
+# Kinds of index that use a setting. Redis uses all that are not named here.
+USERS = {"path": ("embedded",), "map_bytes": ("embedded",), "timeout_s": ("embedded", "memory")}
 
 Milliseconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=60_000, allow_inf_nan=False)]
 Reply = Annotated[Milliseconds, Field(ge=1)]  # below, no Redis answers in time
@@ -123,9 +125,10 @@ class IndexSettings(BaseModel):
         """Raises ConfigError for settings that do not go together."""
         defaults = IndexSettings().model_dump(mode="json")
         for name, value in self.model_dump(mode="json", exclude={"kind"}).items():
-            user = "embedded" if name in ("path", "map_bytes", "timeout_s") else "redis"
-            if user != self.kind and value != defaults[name]:
-                fix = f"only index.kind {user} uses it, and that is {self.kind}: set it to {user}, or leave this out"
+            users = USERS.get(name, ("redis",))
+            if self.kind not in users and value not in (defaults[name], ""):  # "": of a template without a value
+                fix = f"only index.kind {users[0]} uses it, and that is {self.kind}"
+                fix = f"{fix}: set it to {users[0]}, or leave this out"
                 raise ConfigError(f"index.{name}", value, fix)
         if self.kind != "redis":
             return
@@ -136,7 +139,7 @@ class IndexSettings(BaseModel):
 
     def _check_secrets(self) -> None:
         for name in ("sentinel_username", "sentinel_password", "sentinel_password_file"):
-            if self.place.kind != "sentinel" and (value := getattr(self, name)) is not None:
+            if self.place.kind != "sentinel" and (value := getattr(self, name)):
                 fix = "index.url names no Sentinels: begin it with redis+sentinel, or leave this out"
                 raise ConfigError(f"index.{name}", str(value), fix)
         for name in ("password", "sentinel_password"):

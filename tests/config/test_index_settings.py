@@ -133,9 +133,16 @@ def test_a_setting_of_another_kind_of_index_is_refused_unless_it_is_the_default(
         **url,
     }
     Settings.load({"root": str(tmp_path), "index": index})
+    empty = {"sentinel_password": ""} if kind == "redis" else {"username": "", "password": ""}
+    Settings.load({"root": str(tmp_path), "index": index | empty})
     change = {"prefix": "mine"} if user == "redis" else {"map_bytes": "1GiB"}
     with pytest.raises(ConfigError, match=f"only index.kind {user} uses it, and that is {kind}: set it to {user}, or"):
         Settings.load({"root": str(tmp_path), "index": index | change})
+
+
+def test_the_time_of_an_index_in_memory_may_be_set(tmp_path: Path) -> None:
+    found = Settings.load({"root": str(tmp_path), "index": {"kind": "memory", "timeout_s": 3}})
+    assert found.index.lookup_timeout_s == 3
 
 
 def test_a_password_in_a_misspelt_variable_is_not_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
