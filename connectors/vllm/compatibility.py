@@ -189,14 +189,22 @@ def check_model(vllm_config: Any) -> None:
     if getattr(model, "is_diffusion", False):
         fix = "a diffusion model's tokens may change after their KV was computed"
         raise ConfigError("model", model.model, f"{fix}; {WITHOUT}")
-    # In classes of FAMILIES all layers but those of MLA have this window. In others, and in a draft, some may not.
-    window = getattr(vllm_config.cache_config, "sliding_window", None)
+    # In classes of FAMILIES all layers but those of MLA have this window. In others some may not.
+    advice = window_advice(vllm_config)
     is_known = getattr(getattr(model, "hf_text_config", None), "model_type", None) in FAMILIES
-    may_differ = getattr(model, "use_mla", False) or getattr(vllm_config, "speculative_config", None) is not None
-    if window is not None and is_known and not may_differ:
-        longest = min(window, model.max_model_len)
-        fix = f"add --disable-sliding-window, with which vLLM takes requests of up to {longest} tokens, or {WITHOUT}"
-        raise ConfigError("sliding_window", window, f"{refusal([WINDOW])}; {fix}")
+    if advice and is_known and not getattr(model, "use_mla", False):
+        window = vllm_config.cache_config.sliding_window
+        raise ConfigError("sliding_window", window, f"{refusal([WINDOW])}; {advice}{WITHOUT}")
+
+
+def window_advice(vllm_config: Any) -> str:
+    """Return the advice to disable the window of a model's layers. Return "" where vLLM knows none for the whole model,
+    or where a draft has layers of its own."""
+    window = getattr(vllm_config.cache_config, "sliding_window", None)
+    if window is None or getattr(vllm_config, "speculative_config", None) is not None:
+        return ""
+    longest = min(window, vllm_config.model_config.max_model_len)
+    return f"add --disable-sliding-window, with which vLLM takes requests of up to {longest} tokens, or "
 
 
 def _returns_experts(vllm_config: Any) -> bool:
@@ -254,10 +262,10 @@ def check_sources(architecture: str | None, registry: Any) -> None:
         raise ConfigError("model_tag", None, fix)
 
 
-def check_cache(kv_cache_config: Any, settings: Settings, window: int | None = None) -> Any:
+def check_cache(kv_cache_config: Any, settings: Settings, advice: str = "") -> Any:
     """Check the KV cache's groups. Return the spec of a layer of the only group. Raises ConfigError.
 
-    window: `sliding_window` of vLLM's cache_config, tokens; None: the model has none that an option can disable.
+    advice: what `window_advice` returns.
     """
     groups = kv_cache_config.kv_cache_groups
     if not groups:
@@ -269,7 +277,7 @@ def check_cache(kv_cache_config: Any, settings: Settings, window: int | None = N
     specs = list(layer_specs(groups[0]).values()) or [groups[0].kv_cache_spec]
     for number, spec in enumerate(specs):
         if spec not in specs[:number]:
-            _check_spec(spec, window)
+            _check_spec(spec, advice)
     sizes = dict.fromkeys((getattr(s, "num_kv_heads", None), getattr(s, "head_size", None)) for s in specs)
     if len(sizes) > 1:
         found = ", ".join(f"{heads} KV heads of {size}" for heads, size in sizes)
@@ -286,14 +294,12 @@ def layer_specs(group: Any) -> Mapping[str, Any]:
     return each if each is not None else dict.fromkeys(group.layer_names, group.kv_cache_spec)
 
 
-def _check_spec(spec: Any, window: int | None) -> None:
+def _check_spec(spec: Any, advice: str) -> None:
     kind = type(spec).__name__
     why = refusal({SPECS.get(kind, kind)})
     if why:
         # For classes that are not in FAMILIES, only the specs say that no layer looks further back.
-        can_disable = window is not None and kind == "SlidingWindowSpec"
-        way = f"add --disable-sliding-window, which limits requests to {window} tokens, or " if can_disable else ""
-        raise ConfigError("kv_cache_spec", kind, f"{why}; {way}{WITHOUT}")
+        raise ConfigError("kv_cache_spec", kind, f"{why}; {advice if kind == 'SlidingWindowSpec' else ''}{WITHOUT}")
     if getattr(spec, "non_causal", False):
         fix = f"a token's KV would depend on tokens after it; {WITHOUT}"
         raise ConfigError("kv_cache_spec", "non-causal attention", fix)

@@ -165,6 +165,7 @@ def check_sizes(vllm_config: Any, settings: Settings, device: str) -> None:
     if family is None or family.is_mla != model.use_mla or is_slot(kv_dtype):
         return
     dtype = model.dtype if kv_dtype == "auto" else getattr(torch, kv_dtype, torch.uint8)
+    # The layers of a quantized checkpoint may turn "auto" into fp8, which is known only once they exist.
     may_be_fp8 = kv_dtype == "auto" and model.quantization is not None and settings.codec == "raw"
     geometry = Geometry(
         layers=model.get_total_num_hidden_layers(),

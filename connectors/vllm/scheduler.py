@@ -20,7 +20,7 @@ from kvtier.connectors.late_saves import no_contents
 from kvtier.connectors.load_costs import LoadCosts, StepTimer
 from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.connectors.vllm import platform
-from kvtier.connectors.vllm.compatibility import can_continue, check_cache, check_engine, roles
+from kvtier.connectors.vllm.compatibility import can_continue, check_cache, check_engine, roles, window_advice
 from kvtier.connectors.vllm.kv_layout import in_layer_order
 from kvtier.connectors.vllm.lora import Adapters
 from kvtier.connectors.vllm.messages import ReportMetadata, StepMetadata
@@ -48,7 +48,7 @@ class SchedulerHalf:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
         check_engine(vllm_config, settings)
         platform.check_continuation(vllm_config)
-        spec = check_cache(kv_cache_config, settings, getattr(vllm_config.cache_config, "sliding_window", None))
+        spec = check_cache(kv_cache_config, settings, window_advice(vllm_config))
         platform.check_windows(vllm_config, kv_cache_config)
         layer_names = in_layer_order(kv_cache_config.kv_cache_groups[0].layer_names)
         identity = identity_of(vllm_config, spec, layer_names, settings)

@@ -22,7 +22,7 @@ from kvtier.connectors.bridge import AnswerPace, Step, WorkerBridge
 from kvtier.connectors.faults import Faults
 from kvtier.connectors.tracked_request import BlockShape
 from kvtier.connectors.vllm import platform
-from kvtier.connectors.vllm.compatibility import check_cache, check_engine, check_layers, layer_specs
+from kvtier.connectors.vllm.compatibility import check_cache, check_engine, check_layers, layer_specs, window_advice
 from kvtier.connectors.vllm.kv_dtypes import check_specs
 from kvtier.connectors.vllm.kv_layout import CacheShape, EnginePages, engine_pages, in_layer_order
 from kvtier.connectors.vllm.messages import RankReport, ReportMetadata, StepMetadata
@@ -45,7 +45,7 @@ class WorkerHalf:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
         check_engine(vllm_config, settings)
         platform.check_continuation(vllm_config)
-        self._spec = check_cache(kv_cache_config, settings, getattr(vllm_config.cache_config, "sliding_window", None))
+        self._spec = check_cache(kv_cache_config, settings, window_advice(vllm_config))
         platform.check_windows(vllm_config, kv_cache_config)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config

@@ -269,16 +269,25 @@ def test_refused_caches(specs: list[SimpleNamespace], key: str, text: str) -> No
     assert text in caught.value.fix
 
 
-@pytest.mark.parametrize(("window", "is_advised"), [(2047, True), (None, False)])
+@pytest.mark.parametrize(
+    ("window", "draft", "longest"), [(2047, None, 2047), (9000, None, 4096), (2047, "eagle", None), (None, None, None)]
+)
 def test_a_window_in_all_layers_of_an_unknown_class_is_refused_with_a_way_out(
-    window: int | None, is_advised: bool
+    window: int | None, draft: str | None, longest: int | None
 ) -> None:
     """Solar's: the refusal only advised to run it without kvtier. window None: it was disabled, or layers have their
     own."""
+    way = compatibility.window_advice(
+        SimpleNamespace(
+            cache_config=SimpleNamespace(sliding_window=window),
+            model_config=SimpleNamespace(max_model_len=4096),
+            speculative_config=draft,
+        )
+    )
     with pytest.raises(ConfigError, match="kv_cache_spec = 'SlidingWindowSpec'") as caught:
-        compatibility.check_cache(cache(SlidingWindowSpec(block_size=16)), settings(), window)
-    advice = "add --disable-sliding-window, which limits requests to 2047 tokens, or "
-    assert (advice in caught.value.fix) == is_advised
+        compatibility.check_cache(cache(SlidingWindowSpec(block_size=16)), settings(), way)
+    advice = f"add --disable-sliding-window, with which vLLM takes requests of up to {longest} tokens, or "
+    assert (advice in caught.value.fix) == (longest is not None)
     assert caught.value.fix.endswith(compatibility.WITHOUT)
 
 
