@@ -50,7 +50,8 @@ class NamespaceStats:
 
 @dataclass(frozen=True, slots=True)
 class RootStats:
-    """unreadable: what could not be read, a sentence each. n_bytes: what could be read, on disk."""
+    """Contents of a root. unreadable: a sentence for each thing that could not be read. n_bytes: bytes on disk of the
+    files whose status was read."""
 
     namespaces: tuple[NamespaceStats, ...]
     unreadable: tuple[str, ...]
@@ -97,7 +98,7 @@ def stats(root: Root, index: Index) -> RootStats:
     n_bytes = 0
     for folder in namespace_folders(root.folder):
         files = SegmentFiles(folder, direct=False)
-        found_sizes = [*files.sizes().values()]
+        found_sizes = list(files.sizes().values())
         folder_bytes = sum(sum(sizes.values()) for sizes in found_sizes if sizes is not None)
         n_bytes += folder_bytes
         if n_unread := found_sizes.count(None):

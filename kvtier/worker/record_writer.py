@@ -43,7 +43,7 @@ FULL_PAUSE_S = 0.5  # pause after a save met a full disk or quota, seconds; the 
 WINDOW_BYTES = 1 << 30
 WINDOW_MIN, WINDOW_MAX = 8, 128
 
-_key_of = attrgetter("chunk.key")
+_key_of = attrgetter("chunk.key")  # a comprehension would be one call more for each chunk
 
 
 class SaveState(Enum):
