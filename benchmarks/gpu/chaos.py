@@ -44,7 +44,7 @@ TIER: dict[str, Any] = {
     "host": {"arena_bytes": "256MiB"},
     "min_load_tokens": 256,
 }
-# vLLM's MLA attention takes 16 bits alone. A token has a fourteenth of the bytes, so the tier gets less room, too.
+# vLLM's MLA attention takes only 16-bit types. A token's KV has a fourteenth of the bytes, so the tier gets less room.
 MLA_ENGINE = {"dtype": "float16", "block_size": 64, "num_gpu_blocks_override": 650}
 MLA_TIER: dict[str, Any] = {"capacity_bytes": "256MiB", "segment_bytes": "8MiB", "host": {"arena_bytes": "32MiB"}}
 TINY_BLOCKS = 70
@@ -236,12 +236,10 @@ def main() -> int:
     made.add_argument("--tp", type=int, default=1, help="tensor parallel size")
     made.add_argument("--seconds", type=float, default=SECONDS, help="of bursts")
     options = made.parse_args()
-    setup = EngineSetup.of(options, options.model, ENGINE, TIER)
+    llm, extra = (ENGINE | MLA_ENGINE, TIER | MLA_TIER) if options.model == "mla" else (ENGINE, TIER)
+    setup = EngineSetup.of(options, options.model, llm, extra)
     setup.llm["tensor_parallel_size"] = options.tp
     setup.environment.update(OWN_PROCESS)
-    if options.model == "mla" and not options.tiny:
-        setup.llm.update(MLA_ENGINE)
-        setup.extra.update(MLA_TIER)
     if options.tiny:
         setup.llm["num_gpu_blocks_override"] = TINY_BLOCKS
         setup.extra.update(TINY_LIMITS)
