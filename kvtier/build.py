@@ -19,7 +19,7 @@ from kvtier.codecs.transform.codec import TransformCodec
 from kvtier.codecs.transform.table import PRESET_BITS, read_table
 from kvtier.codecs.turboquant.codec import Turboquant, rope_base_of
 from kvtier.config.capacity import few_sets
-from kvtier.config.settings import HOST_ADMIT, HOST_ARENA_BYTES, Settings
+from kvtier.config.settings import HOST_ADMIT, Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.eviction.evictor import Evictor
 from kvtier.eviction.limits import Rules
@@ -169,7 +169,7 @@ def check_chunks(settings: Settings, geometry: Geometry, shares: Sequence[RankSh
     codec.check(geometry)
     set_shape(settings, geometry, codec, shares)
     slot_bytes = max(arena_slot_bytes(geometry, codec, share) for share in shares)
-    host_slots(settings.host.arena_bytes or HOST_ARENA_BYTES[device], slot_bytes)
+    host_slots(settings.host.arena_bytes_on(device), slot_bytes)
     if device == "cuda":
         hbm_slots(settings.hbm, slot_bytes, step_chunks=1)
 

@@ -25,7 +25,7 @@ from vllm.v1.executor.abstract import Executor
 from kvtier._bootstrap import PREFIX
 from kvtier.build import check_place
 from kvtier.config.kv_transfer import CONNECTOR, MULTI, POLICY, check_policy, policy_of_multi, roles_of
-from kvtier.config.settings import HOST_ARENA_BYTES, Settings
+from kvtier.config.settings import Settings
 from kvtier.connectors.vllm import platform
 from kvtier.connectors.vllm.kv_dtypes import check_cache_dtype
 from kvtier.connectors.vllm.namespace import check_sizes
@@ -391,7 +391,7 @@ def check_start(vllm_config: Any) -> None:
             device = "cuda" if current_platform.is_cuda() else "cpu"
             settings.check_device(has_gpu=device == "cuda")
             check_sizes(own, settings, device)
-            check_host_arena(settings.host.arena_bytes or HOST_ARENA_BYTES[device], memory_here())
+            check_host_arena(settings.host.arena_bytes_on(device), memory_here())
             try:
                 check_place(settings)
             except IndexUnavailable as fault:  # vLLM shows its text as the last line of the log

@@ -180,7 +180,7 @@ def _chosen(settings: Settings) -> dict[str, str]:
 def _look_at_rooms(settings: Settings) -> tuple[str, ...]:
     """Return warnings about space and memory; some may be "". Raises ConfigError if an engine would not start."""
     memory = memory_here()
-    n_bytes = settings.host.arena_bytes or HOST_ARENA_BYTES["cpu"]
+    n_bytes = settings.host.arena_bytes_on("cpu")
     check_host_arena(n_bytes, memory)
     place = place_of(settings.root)
     return beyond_the_disk(place, settings.capacity_bytes), out_of_inodes(place), beyond_available(n_bytes, memory)

@@ -114,6 +114,10 @@ class HostSettings(BaseModel):
     arena_bytes: Bytes | None = None
     admit: Admit | None = None
 
+    def arena_bytes_on(self, device: str) -> int:
+        """Return the bytes of the host arena of a worker whose KV is on `device`, "cpu" or "cuda"."""
+        return self.arena_bytes or HOST_ARENA_BYTES[device]
+
 
 class HbmSettings(BaseModel):
     """GPU memory outside the engine's own. staging_bytes: slots that chunks pass through; None: three of the engine's

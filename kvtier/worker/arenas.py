@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from kvtier.arena.arena import Arena
-from kvtier.config.settings import HOST_ARENA_BYTES, HbmSettings, Settings
+from kvtier.config.settings import HbmSettings, Settings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io import cuda
@@ -64,7 +64,7 @@ class Memory(NamedTuple):
 
 def host_memory(settings: Settings, slot_bytes: int) -> Memory:
     """For pages in host memory. Raises ConfigError."""
-    buffer = _host_buffer(settings.host.arena_bytes or HOST_ARENA_BYTES["cpu"], slot_bytes)
+    buffer = _host_buffer(settings.host.arena_bytes_on("cpu"), slot_bytes)
     arena: ChunkArena = Arena(buffer, slot_bytes)
     save_slots = max(1, arena.n_slots // 2)  # so that loads go on
     return Memory(arena, None, HostOrder(), host_kernels.checksums, save_slots)
@@ -90,7 +90,7 @@ def cuda_memory(settings: Settings, slot_bytes: int, step_chunks: int, device: t
         )
     arena: ChunkArena = Arena(_device_buffer(slots.n_bytes, device), slot_bytes)
     arena.blank([0], n_slabs=1, slab_bytes=PAGE_BYTES, begin=0)  # loads that kernel, for which else a step would wait
-    buffer = _host_buffer(settings.host.arena_bytes or HOST_ARENA_BYTES["cuda"], slot_bytes)
+    buffer = _host_buffer(settings.host.arena_bytes_on("cuda"), slot_bytes)
     host: ChunkArena = Arena(buffer, slot_bytes, n_ready=0)
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     pinner = Pinner(host, ordinal, ThreadJobs("pin", 1, 1))
