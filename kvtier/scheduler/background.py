@@ -41,7 +41,7 @@ T = TypeVar("T")
 # too soon.
 RECENT_LOADS_MAX = 4096
 TICK_INTERVAL_S = 0.5  # interval between two ticks, seconds
-FAULTS_MAX = 8  # in one tick of one kind of change, so that a long outage costs the index few calls
+FAULTS_MAX = 8  # faults after which a tick leaves the other changes of a kind to the next one: each try asks the index
 SPARES_MAX = 8  # empty segment sets kept ready
 LIMITS_INTERVAL_S = 5.0  # interval between two reads of the root's limits, seconds
 # A clock that goes back by more than this was set by hand, seconds. Duties that were planned by the old time would come
@@ -114,8 +114,8 @@ class _Space:
 
 @dataclass(slots=True)
 class _Pending:
-    """Changes that are not in the index yet. An id is removed once its change is there. uses: loads and saves since
-    the index last took any, by set; saves count as no use."""
+    """Changes that are not in the index yet. An id is removed once its change is there. uses: loads since the index
+    last took any, by set; a save changes only the time."""
 
     epochs: deque[tuple[Namespace, SlotAllocators]] = field(default_factory=deque)
     to_trim: deque[int] = field(default_factory=deque)
@@ -334,11 +334,10 @@ class Keeper:
                 self._pending.to_erase.append(namespace.id)
         with ExitStack() as queues:  # It calls the last callback first, and the others although one raises.
             # Only private namespaces are erased, which no lookup can name again.
-            clock = self._sweeper.clock
-            queues.callback(_settle, self._pending.to_erase, self._sweeper.erase_namespace, clock)
-            queues.callback(_settle, self._pending.to_drop, self._index.remove_set, clock)
-            queues.callback(_settle, self._pending.to_close, self._sweeper.close_set, clock)
-            queues.callback(_settle, self._pending.to_trim, self._sweeper.close_early, clock)
+            queues.callback(self._settle, self._pending.to_erase, self._sweeper.erase_namespace)
+            queues.callback(self._settle, self._pending.to_drop, self._index.remove_set)
+            queues.callback(self._settle, self._pending.to_close, self._sweeper.close_set)
+            queues.callback(self._settle, self._pending.to_trim, self._sweeper.close_early)
             if self._pending.to_close or self._pending.to_trim:  # closed sets may be evicted: first record their uses
                 queues.callback(self._record_uses_now)
 
@@ -452,7 +451,7 @@ class Keeper:
         capacity_bytes = min(plan.capacity_bytes, room_bytes)
         # With a smaller capacity, fewer sets are kept ready. Surplus ones are removed before sets with records are.
         self._pending.to_drop += self.allocators.bound_spares(plan.spares(capacity_bytes))
-        _settle(self._pending.to_drop, self._index.remove_set, self._sweeper.clock)
+        self._settle(self._pending.to_drop, self._index.remove_set)
         return capacity_bytes
 
     def _written_bytes(self) -> int:
@@ -505,25 +504,24 @@ class Keeper:
             used.clear()
 
     def _note_saves(self, allocators: SlotAllocators) -> None:
-        """Note when chunks of sets were saved, for else a set would seem as old as its creation."""
+        """Note when the last chunk of each set was saved. Without that, a set would count as old as its creation."""
         for set_id, at_s in allocators.take_filled():
             before = self._pending.uses.get(set_id, Use(0.0, 0))
             self._pending.uses[set_id] = replace(before, at_s=max(at_s, before.at_s))
 
-
-def _settle(ids: deque[T], settle: Callable[[T], object], clock: Callable[[], float]) -> None:
-    """Call `settle` for each id, also after faults. An id is removed once its call has returned. Stops at FAULTS_MAX
-    faults, at one after TICK_INTERVAL_S, and where the index does not answer. Raises the first fault."""
-    faults, until_s = list[KVTierError | OSError](), clock() + TICK_INTERVAL_S
-    for _ in range(len(ids)):
-        try:
-            settle(ids[0])
-        except (KVTierError, OSError) as fault:
-            faults.append(fault)
-            ids.rotate(-1)  # The next call begins with the others.
-            if isinstance(fault, IndexUnavailable) or len(faults) == FAULTS_MAX or clock() > until_s:
-                break
-        else:
-            ids.popleft()
-    if faults:
-        raise faults[0]
+    def _settle(self, ids: deque[T], settle: Callable[[T], object]) -> None:
+        """Call `settle` for each id, also after faults. An id is removed once its call has returned. Stops at
+        FAULTS_MAX faults, at one after TICK_INTERVAL_S, and where the index does not answer. Raises the first fault."""
+        faults, until_s = list[KVTierError | OSError](), self._sweeper.clock() + TICK_INTERVAL_S
+        for _ in range(len(ids)):
+            try:
+                settle(ids[0])
+            except (KVTierError, OSError) as fault:
+                faults.append(fault)
+                ids.rotate(-1)  # The next call begins with the others.
+                if isinstance(fault, IndexUnavailable) or len(faults) == FAULTS_MAX or self._sweeper.clock() > until_s:
+                    break
+            else:
+                ids.popleft()
+        if faults:
+            raise faults[0]
