@@ -64,7 +64,7 @@ def hand_over(path: str | Path) -> None:
 
 
 def hand_over_open(file: int, folder: int) -> None:
-    """Change the owner of an open file that user root created to that of its open folder, as `hand_over` does."""
+    """Change the owner of a file that user root created to that of its folder. Both are open. Refusals are ignored."""
     if os.geteuid() == 0:
         with suppress(OSError):
             owner, own = os.fstat(folder), os.fstat(file)

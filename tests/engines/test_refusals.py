@@ -275,9 +275,9 @@ def test_refused_caches(specs: list[SimpleNamespace], key: str, text: str) -> No
 def test_a_window_in_all_layers_of_an_unknown_class_is_refused_with_a_way_out(
     window: int | None, draft: str | None, longest: int | None
 ) -> None:
-    """Solar's: the refusal only advised to run it without kvtier. window None: it was disabled, or layers have their
-    own."""
-    way = compatibility.window_advice(
+    """The refusal of Solar only advised to run it without kvtier. window None: an option disabled it, or layers have
+    windows of their own."""
+    given = compatibility.window_advice(
         SimpleNamespace(
             cache_config=SimpleNamespace(sliding_window=window),
             model_config=SimpleNamespace(max_model_len=4096),
@@ -285,7 +285,7 @@ def test_a_window_in_all_layers_of_an_unknown_class_is_refused_with_a_way_out(
         )
     )
     with pytest.raises(ConfigError, match="kv_cache_spec = 'SlidingWindowSpec'") as caught:
-        compatibility.check_cache(cache(SlidingWindowSpec(block_size=16)), settings(), way)
+        compatibility.check_cache(cache(SlidingWindowSpec(block_size=16)), settings(), given)
     advice = f"add --disable-sliding-window, with which vLLM takes requests of up to {longest} tokens, or "
     assert (advice in caught.value.fix) == (longest is not None)
     assert caught.value.fix.endswith(compatibility.WITHOUT)

@@ -471,7 +471,7 @@ def test_wrong_logins_are_refused_without_a_word_of_the_password(tmp_path: Path)
 
 
 def test_a_start_with_a_wrong_password_shows_one_reason(tmp_path: Path, server: Server) -> None:
-    """Redis-py's traceback stood above it."""
+    """A traceback of redis-py stood above the reason."""
     given = index_settings(server.url).model_copy(update={"password": SecretStr("hunter2")})
     settings = Settings(root=tmp_path / "root", index=given)
     with pytest.raises(ConfigError, match="index.password = '\\*\\*\\*': Redis refuses the login") as caught:

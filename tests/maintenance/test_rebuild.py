@@ -116,8 +116,8 @@ def test_a_namespace_without_its_description_is_said_and_counted(tmp_path: Path)
 def test_a_set_of_a_lost_index_was_last_used_when_it_was_last_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind_s: float
 ) -> None:
-    """It was as old as its creation, so after a reboot capacity.ttl_s removed what had been saved shortly before.
-    behind_s: of the clock of the file system's server."""
+    """The set counted as old as its creation, so after a reboot capacity.ttl_s removed what had been saved shortly
+    before. behind_s: by how much the clock of the file system's server is behind."""
     monkeypatch.setattr(Sweeper, "_disk_s", lambda sweeper: sweeper.clock() - behind_s)
     saved_by_another(tmp_path, TOKENS, BLOCKS)
     (path,), index = tmp_path.glob("v2/*/*.kvseg"), MemoryIndex()

@@ -192,8 +192,8 @@ def test_uses_that_the_index_did_not_take_are_recorded_later(
 def test_a_set_was_last_used_when_its_last_chunk_was_saved(
     keeper: Keeper, now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was as old as its creation: of an engine that saves little, a set that was full at last was evicted before
-    others whose chunks were stored earlier, and at once where capacity.ttl_s is shorter than it took to fill it."""
+    """A set counted as old as its creation. If an engine saved little, its set was evicted, once full, before others
+    whose chunks were stored earlier, and at once where capacity.ttl_s is shorter than it took to fill the set."""
     closed: list[SetInfo] = []
     monkeypatch.setattr(Sweeper, "close_set", lambda _, set_id: closed.extend(keeper._index.some_sets([set_id])))
     keeper.tick()

@@ -95,7 +95,8 @@ def test_an_index_of_another_user_is_named_with_what_to_do(folder: Path) -> None
 
 
 def test_the_engines_user_loads_what_an_engine_of_root_saved(folder: Path) -> None:
-    """Segments stayed root's: each load of them failed, and as they were indexed, nothing was saved in their place."""
+    """Segments belonged to root. Each load of them failed, and nothing was saved in their place, because the index had
+    their records."""
     assert as_user(lambda: start(folder)) == ""
     with tier_at(folder, capacity_bytes="1MiB", segment_bytes="64KiB") as tier:
         assert all(put(tier, names(4)))

@@ -78,7 +78,7 @@ def test_what_could_not_be_flushed_is_not_published(engine: Engine, fault: int, 
 
 
 def test_a_write_that_failed_is_logged(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    """A storage that failed each write or flush left nothing in the log: only a counter said that nothing was saved."""
+    """Where each write or flush failed, the log said nothing. Only a counter showed that nothing was saved."""
     Watched(engine).faults.append(errno.EIO)
     engine.save(TOKENS, BLOCKS)
     (line,) = [record.getMessage() for record in caplog.records if "a save failed" in record.getMessage()]
