@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+import sys
 from collections.abc import Sequence
 from typing import Any, Self
 from unittest.mock import patch
@@ -14,6 +15,7 @@ from kvtier.connectors.lookup_deadline import TURNS_MAX
 from kvtier.connectors.tracked_request import BlockShape, RequestView
 from kvtier.format.namespace import chunk_keys
 from kvtier.plan import LoadChunk, LoadDone, LoadPlan, SaveOutcome, SavePlan
+from kvtier.runtime import switch_interval
 from kvtier.runtime.repeated_log import INTERVAL_FIRST_S
 from kvtier.scheduler.load_threshold import FixedThreshold
 from kvtier.worker.transfer import Progress
@@ -64,6 +66,20 @@ def test_a_hit_is_the_longest_stored_prefix() -> None:
     (plan,) = scene.bridge.take_step().loads
     assert [chunk.key for chunk in plan.chunks] == scene.keys()[:3]
     assert blocks_of(plan) == [(100, 101, 102, 103), (104, 105, 106, 107), (108, 109, 110, 111)]
+
+
+def test_the_switch_interval_is_short_from_a_hit_until_its_load_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, noted = Scene(), list[float]()
+    monkeypatch.setattr(switch_interval, "_holders", 0)
+    monkeypatch.setattr(sys, "setswitchinterval", noted.append)
+    own_s = sys.getswitchinterval()
+    scene.loading()
+    assert len(noted) == 1 and noted[0] <= own_s
+    assert scene.bridge.take_step().loads and len(noted) == 1, "workers begin the load after this step is planned"
+    scene.bridge.take_step()
+    assert noted[1:] == [own_s]
+    scene.bridge.take_step()
+    assert len(noted) == 2
 
 
 def test_a_hit_that_finds_no_room_among_the_loads_waits_and_is_asked_for_again() -> None:
@@ -518,6 +534,21 @@ def test_only_an_idle_engine_waits_a_moment_for_room(is_idle: bool, waits_for_ro
     with patch.object(transfer, "poll", wraps=transfer.poll) as poll:
         bridge.poll()
     poll.assert_called_once_with(IDLE_WAIT_S if is_idle and waits_for_room else 0.0)
+
+
+def test_an_idle_step_right_after_answers_does_not_wait() -> None:
+    """vLLM's asynchronous scheduling takes the answers up only after that step."""
+    bridge, transfer = worker()
+    bridge.start_loads(Step(loads=(load_plan("a"), load_plan("b"))))
+    waits = []
+    with patch.object(transfer, "poll", wraps=transfer.poll) as poll:
+        for answered in ("a", None, None, "b", None):
+            if answered is not None:
+                transfer.answer(answered)
+            bridge.before_forward(Step(is_idle=True))
+            assert [done.request_id for done in bridge.poll()] == [answered] * (answered is not None)
+            waits.append(poll.call_args.args[0])
+    assert waits == [IDLE_WAIT_S, 0.0, IDLE_WAIT_S, IDLE_WAIT_S, 0.0]
 
 
 def test_answers_to_saves_are_passed_on_once() -> None:
