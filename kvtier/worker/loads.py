@@ -136,6 +136,12 @@ class Loader:
         reading, arrived = chunks.in_state[State.READING], chunks.in_state[State.ARRIVED]
         verified, suspect = chunks.in_state[State.VERIFIED], chunks.in_state[State.SUSPECT]
         has_moved = goes_on = self._lacks_slot = False
+        if not all(map(_n_pending_of, loads)):  # the engine need not wait for the launches below
+            self._answer_ended()
+            has_moved = True
+            if not loads:
+                self.due_s = math.inf
+                return Turn(has_moved)
         if reading:
             has_moved = chunks.take_reads()
         if arrived:

@@ -11,6 +11,8 @@ import pytest
 from kvtier.errors import TierUnavailable
 from kvtier.runtime.threads import ThreadJobs
 from kvtier.worker import loop as loop_module
+from kvtier.worker.loading import State
+from kvtier.worker.loads import Loader
 from kvtier.worker.loop import (
     DECODE_PAUSE_S,
     FASTEST_BYTES_S,
@@ -132,6 +134,25 @@ def test_a_part_whose_work_has_ended_is_not_looked_at_again(loop: TransferLoop) 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_load_that_has_landed_is_answered_before_the_next_launches(loop: TransferLoop) -> None:
+    """Launches wait for the interpreter lock, and the engine for the answer."""
+    noted = list[str]()
+    arrived, load = object(), SimpleNamespace(n_pending=1, waiting=[], deadline_s=float("inf"))
+    landed = SimpleNamespace(n_pending=0, waiting=[], deadline_s=float("inf"))
+    states: dict[State, list[object]] = {state: [] for state in State} | {State.ARRIVED: [arrived]}
+    loader: Any = Loader.__new__(Loader)
+    loader._worker, loader._loop, loader._together = loop._worker, loop, 1
+    loader._chunks = SimpleNamespace(in_state=states, verify=lambda fetches: noted.append("verify"))
+    loader._end = lambda ended: noted.append("answer")
+    loader.work = [landed, load]
+    loop._worker.arena = SimpleNamespace(slot_bytes=1)  # type: ignore[misc]
+    assert loader.turn().has_moved
+    assert noted == ["answer", "verify"] and loader.work == [load]
+    states[State.ARRIVED].clear()
+    load.n_pending = 0
+    assert loader.turn() == Turn(True) and not loader.work and loader.due_s == float("inf")
+
+
 def test_copies_that_begin_while_the_loop_gives_up_are_waited_for(loop: TransferLoop) -> None:
     """A chunk that lands may be copied into the host arena: its slots are leased until then."""
     order, ended = SimpleNamespace(wait=lambda event: None, is_done=lambda event: event == "copy"), list[str]()
