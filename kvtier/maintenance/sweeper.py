@@ -207,7 +207,10 @@ class Sweeper:
     def free_space(self) -> FreeSpace:
         """Return what the root's disk has left for this user. Raises TierUnavailable, OSError."""
         self.look_at_root()
-        return FreeSpace.of(os.statvfs(self._folder))
+        disk = os.statvfs(self._folder)
+        if not disk.f_blocks:  # MooseFS answers zeros while its servers are away: no reason to evict anything
+            raise TierUnavailable(f"{self._folder}: its storage says that it has no space at all; are its servers up?")
+        return FreeSpace.of(disk)
 
     def rebuild(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Rebuilt | None:
         """Make the index agree with the files (maintenance.rebuild); entries without a file are removed. Return None,

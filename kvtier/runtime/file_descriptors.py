@@ -80,6 +80,14 @@ def limit_hint(error: OSError) -> str:
     return f": this process may open {limit} files; raise the limit with `ulimit -n`"
 
 
+def size_hint(error: Exception) -> str:
+    """Return a hint that names the limit of a file's size and how to raise it, if that caused the error; else ""."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if not isinstance(error, OSError) or error.errno != errno.EFBIG or limit == resource.RLIM_INFINITY:
+        return ""
+    return f": this process may write files of {limit} bytes; raise the limit with `ulimit -f`"
+
+
 def close_file(descriptor: int) -> None:
     """Close a descriptor whose data does not depend on the result of close(2). Never raises OSError.
 

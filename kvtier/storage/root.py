@@ -391,13 +391,25 @@ def _try_to_write(folder: Path) -> None:
         raise
     try:
         os.write(descriptor, bytes(PAGE_BYTES))
-        os.fsync(descriptor)
+        _flush(descriptor, folder)
     except OSError as error:
         if error.errno not in FULL:
+            error.filename = str(folder)
             raise
     finally:
         close_file(descriptor)
         path.unlink()
+
+
+def _flush(descriptor: int, folder: Path) -> None:
+    """Raises OSError; ConfigError where the file system cannot flush a file, which other nodes and restarts rely on."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        fix = f"fsync is refused there ({file_system_of(folder)}: {error.strerror}); choose a root that can flush files"
+        raise ConfigError("root", str(folder.parent), fix) from None
 
 
 def nearest(path: Path) -> Path:
@@ -448,8 +460,14 @@ def default_capacity(root: Path) -> int:
 def _full(path: Path, needed_bytes: int) -> ConfigError:
     disk = os.statvfs(nearest(path))
     space = FreeSpace.of(disk)
-    if not disk.f_blocks:
-        fix = f"no files can be made there ({file_system_of(path).kind} has no room for any); choose another root"
+    found = file_system_of(path)
+    if not disk.f_blocks and found.is_network:  # as MooseFS answers while its servers are away
+        fix = (
+            f"its storage ({found}) says that it has no space at all: its servers are away, or it does not tell what "
+            "is free; start them, or choose another root"
+        )
+    elif not disk.f_blocks:
+        fix = f"no files can be made there ({found.kind} has no room for any); choose another root"
     elif space.n_files == 0:
         free = exact(space.n_bytes)
         fix = f"its file system has no free inodes ({free} are free; df -i); remove files, or choose another root"

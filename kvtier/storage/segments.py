@@ -25,7 +25,7 @@ from typing import NamedTuple
 from kvtier.errors import Corrupt, TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.format.record import STRIPES_MAX, SegmentHeader, is_blank, stripes_of
-from kvtier.runtime.file_descriptors import close_file, with_descriptors
+from kvtier.runtime.file_descriptors import close_file, size_hint, with_descriptors
 from kvtier.runtime.threads import Job
 from kvtier.storage.filesystem import FULL, IN_MEMORY, file_system_of
 from kvtier.storage.open_segments import OpenSegment, OpenSegments
@@ -438,7 +438,7 @@ def _unavailable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as fault:
-        raise TierUnavailable(f"{path}: {fault.strerror}", is_full=fault.errno in FULL) from fault
+        raise TierUnavailable(f"{path}: {fault.strerror}{size_hint(fault)}", is_full=fault.errno in FULL) from fault
 
 
 def direct_io_works(folder: Path) -> bool:

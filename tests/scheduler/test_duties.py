@@ -3,6 +3,7 @@ of a set leaves."""
 
 import errno
 import logging
+import os
 import random
 from pathlib import Path
 
@@ -63,6 +64,23 @@ def test_an_index_that_is_only_down_is_not_said_to_be_rebuilt(
     said = [record.getMessage() for record in caplog.records]
     assert any("task 'check index' failed and is tried again: no answer in 50 ms" in text for text in said)
     assert not any("rebuil" in text or "lost" in text for text in said), said
+
+
+def test_nothing_is_evicted_while_a_file_system_says_that_it_has_no_space_at_all(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """MooseFS answers statfs with zeros while its servers are away. A tenth of the root was evicted."""
+    keeper.tick()
+    add_sets(keeper, *range(1, 11))
+    for set_id in range(1, 11):
+        keeper._index.close_set(set_id, 100)
+    zeros = os.statvfs_result([4096, 4096, *[0] * 8])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda path: zeros)
+        keeper._due.limits_s = 0.0
+        keeper.tick()
+    assert len(keeper._index.some_sets(range(1, 11))) == 10
+    assert "says that it has no space at all; are its servers up?" in caplog.text
 
 
 def test_a_closed_set_without_files_leaves_no_room(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import stat
 import subprocess
 import tempfile
@@ -137,6 +138,31 @@ def test_a_file_system_without_files() -> None:
     for path in ("/proc", "/proc/kv/a"):
         with pytest.raises(ConfigError, match=rf"root = '{path}': no files can be made there \(proc has no room"):
             check_space(Path(path), 4096)
+
+
+def test_servers_that_are_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MooseFS answers statfs with zeros then. The advice was to choose another root."""
+    monkeypatch.setattr(root_module, "file_system_of", lambda path: FileSystem("fuse.mfs", True, "/mnt/kv"))
+    zeros = os.statvfs_result([4096, 4096, *[0] * 8])
+    monkeypatch.setattr(os, "statvfs", lambda path: zeros)
+    with pytest.raises(ConfigError, match=r"fuse.mfs mounted at /mnt/kv\) says that it has no space.*start them"):
+        check_space(tmp_path, 4096)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(errno.EINVAL, "fsync is refused there .*Invalid argument.; choose"), (errno.EIO, "does not answer: .*{root}/v2")],
+)
+def test_fsync_that_fails(number: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was called "not writable: Invalid argument (None)"."""
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    error = refusal(settings_for(tmp_path))
+    assert error.value == str(tmp_path) and re.search(said.format(root=tmp_path), error.fix), error.fix
+    assert not list((tmp_path / "v2").iterdir())
 
 
 def test_disk_that_is_read_only(tmp_path: Path, mount_tmpfs: Mount) -> None:

@@ -192,6 +192,33 @@ def test_a_small_limit_of_open_files_stops_no_save(tmp_path: Path) -> None:
     assert "Too many open files" not in done.stderr
 
 
+SMALL_FILES = """
+import resource, sys, time
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+from pathlib import Path
+from tests.support.rig import Engine
+engine = Engine(Path(sys.argv[1]), changes={"index": {"kind": sys.argv[3]}, "segment_bytes": 4 << 20})
+if sys.argv[3] == "memory":
+    engine.save(list(range(256)), list(range(16)))
+engine.close()
+"""
+
+
+@pytest.mark.parametrize("index", ["embedded", "memory"])
+def test_a_limit_of_the_size_of_files_is_named(index: str, tmp_path: Path) -> None:
+    """Nothing was saved, and the log said "File too large" of a file that was not there."""
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL_FILES, str(tmp_path / "root"), str(500_000), index],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    hint = "File too large: this process may write files of 500000 bytes; raise the limit with `ulimit -f`"
+    assert hint in done.stderr, done.stderr[-3000:]
+
+
 def test_files_are_opened_although_the_engine_took_all_descriptors(tmp_path: Path) -> None:
     engine = Engine(tmp_path, changes={"segment_bytes": SEGMENT_BYTES})
     for number in range(6):

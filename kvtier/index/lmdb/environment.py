@@ -40,7 +40,7 @@ import lmdb
 
 from kvtier.errors import ConfigError, IndexUnavailable, TierUnavailable
 from kvtier.index.lmdb.process import open_with_another_id
-from kvtier.runtime.file_descriptors import close_file
+from kvtier.runtime.file_descriptors import close_file, size_hint
 from kvtier.storage.filesystem import FULL
 from kvtier.storage.root_owner import INDEX_STAMP, index_stamp
 from kvtier.storage.safe_open import hand_over, make_private, remove_strange
@@ -297,7 +297,7 @@ class SharedEnvironment:
             with contextlib.suppress(OSError):
                 is_full = not shutil.disk_usage(self.path).free
         fix = f"; records are added while its disk has {RESERVE_BYTES >> 20} MiB free" if is_full else ""
-        return IndexUnavailable(f"index {self.path}: {error}{fix}")
+        return IndexUnavailable(f"index {self.path}: {error}{fix or size_hint(error)}")
 
     def _write_locked(self, work: Work[T], opened: OpenEnvironment, deadline: float, map_bytes_max: int) -> T:
         def resize(map_bytes: int) -> None:
