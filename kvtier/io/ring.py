@@ -25,6 +25,7 @@ from typing import NamedTuple
 from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import PAGE_BYTES
 from kvtier.io.native import Message, library, quick
+from kvtier.runtime.threads import no_thread
 
 # File systems on storage devices. A striped one needs 16 requests in flight: its double (8 x 100 MB/s, 2 ms) reads at
 # 86 % of fio's rate with 8 threads, at 100 % with 16. A write's piece is 4 read pieces, because ext4 converts
@@ -173,7 +174,8 @@ class Ring:
         device: permits reads with `on_device`, which pass through pinned buffers of each thread. A piece is done when
             its copy to the device has ended.
 
-    Raises TierUnavailable when threads cannot be started, or with CUDA's error when the device cannot be used.
+    Raises ConfigError when this process may have no more threads; TierUnavailable when they cannot be started for
+    another reason, or with CUDA's error when the device cannot be used.
     """
 
     never_waits = True  # see kvtier.io.base.Reader
@@ -203,6 +205,8 @@ class Ring:
             raise ValueError(described)
         if error == errno.EREMOTEIO:
             raise TierUnavailable(f"CUDA device {on_device[0]} cannot be used for I/O: {message.of(error)}")
+        if error == errno.EAGAIN:
+            raise no_thread()
         if error:
             raise TierUnavailable(f"I/O threads cannot be started: {message.of(error)}")
         self._handle: ctypes.c_void_p | None = handle

@@ -13,10 +13,31 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeVar
 
+from kvtier.errors import ConfigError
+from kvtier.runtime.repeated_log import RepeatedLog
+
 Job = Callable[[], None]
 T = TypeVar("T")
 
+_failures = RepeatedLog()
+
 EXTRA_THREADS_MAX = 16  # threads of one queue beside its own, while jobs hang in the kernel
+
+
+def no_thread() -> ConfigError:
+    """Return the refusal of a process that may start no further thread."""
+    fix = "no further thread can be started; raise `ulimit -u`, or the limit of processes of the container (pids.max)"
+    return ConfigError("threads", threading.active_count(), fix)
+
+
+def _start_thread(name: str, work: Job) -> threading.Thread:
+    """Run `work` on a daemon thread. Raises ConfigError where this process may have no more threads."""
+    thread = threading.Thread(target=work, name=f"kvtier-{name}", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        raise no_thread() from None
+    return thread
 
 
 class ThreadJobs:
@@ -58,8 +79,14 @@ class ThreadJobs:
             self._n_threads += n_more
             if self._n_wanted < self._n_threads:
                 self._changed.notify_all()  # the threads that were added end
-        for _ in range(n_more):
-            self._start_thread()
+        try:
+            for _ in range(n_more):
+                self._start_thread()
+                n_more -= 1
+        except ConfigError as fault:
+            _failures.warning("widen", "%s: no thread takes over from those that hang: %s", self._name, fault.fix)
+            with self._changed:
+                self._n_threads -= n_more
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until no job is pending. Return False when `timeout_s` passed first (I10)."""
@@ -78,7 +105,7 @@ class ThreadJobs:
             self._changed.notify_all()
 
     def _start_thread(self) -> None:
-        threading.Thread(target=self._work, name=f"kvtier-{self._name}", daemon=True).start()
+        _start_thread(self._name, self._work)
 
     def _work(self) -> None:
         while True:
@@ -124,8 +151,7 @@ class Ticker:
         return not self._thread.is_alive()
 
     def _start_thread(self) -> None:
-        self._thread = threading.Thread(target=self._work, name=f"kvtier-{self._name}", daemon=True)
-        self._thread.start()
+        self._thread = _start_thread(self._name, self._work)
 
     def _work(self) -> None:
         while not self._closed.is_set():
@@ -151,7 +177,7 @@ def begin(name: str, work: Callable[[], T]) -> Future[T]:
         except BaseException as fault:
             future.set_exception(fault)
 
-    threading.Thread(target=run, name=f"kvtier-{name}", daemon=True).start()
+    _start_thread(name, run)
     return future
 
 

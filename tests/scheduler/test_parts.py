@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.arena.admission import Admission
-from kvtier.errors import Corrupt
+from kvtier.errors import ConfigError, Corrupt
 from kvtier.format.geometry import Extent, covers, share_of_rank
 from kvtier.format.record import RecordHeader, SegmentHeader, is_blank, record_bytes
 from kvtier.index.base import Location
 from kvtier.plan import LoadChunk, LoadPlan, SaveChunk, SavePlan
-from kvtier.runtime.threads import ThreadJobs, Ticker
+from kvtier.runtime.threads import ThreadJobs, Ticker, begin
 from kvtier.scheduler.segment_allocator import SET_SETTLE_S, TENANT_IDLE_S, SlotAllocator, SlotAllocators
 from kvtier.worker.read_plan import sources_of
 from tests.support.rig import geometry
@@ -232,6 +232,45 @@ def test_thread_jobs_are_bounded_and_survive_a_job_that_raises() -> None:
     assert ran == [1, 3]
     jobs.close()
     assert not jobs.submit(lambda: None)
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse each new thread, as under RLIMIT_NPROC or a container's pids.max."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def test_threads_that_cannot_be_started_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_threads(monkeypatch)
+    for start in (
+        lambda: ThreadJobs("test", 1, 1),
+        lambda: Ticker("test", 60.0, lambda: None),
+        lambda: begin("test", lambda: None),
+    ):
+        with pytest.raises(ConfigError, match="no further thread can be started; raise `ulimit -u`"):
+            start()
+
+
+def test_a_queue_goes_on_where_no_thread_can_be_added(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The fault ended the thread that watches deadlines, and the thread that was not there counted for good."""
+    jobs = ThreadJobs("test", threads=1, queued_max=2)
+    gate, began, ran = threading.Event(), threading.Event(), threading.Event()
+    assert jobs.submit(lambda: (began.set(), gate.wait())[0])
+    assert began.wait(5) and jobs.submit(ran.set)
+    with monkeypatch.context() as patch:
+        refuse_threads(patch)
+        jobs.widen(0.0)
+    assert "no thread takes over from those that hang" in caplog.text
+    jobs.widen(0.0)
+    assert ran.wait(5), "a thread was added once there was room for it"
+    gate.set()
+    assert jobs.drain(5.0)
+    jobs.close()
 
 
 def test_a_ticker_ticks_by_itself_and_at_once_when_woken() -> None:
