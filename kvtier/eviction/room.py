@@ -78,13 +78,16 @@ class Room:
 
     def refused(self, now_s: float, set_bytes: int, free_bytes: int, need_bytes: int) -> bool:
         """Set the limit after a refusal: there was no room for a set beside `set_bytes`. Return False, and leave
-        the limit, soon after an eviction, because the space of the evicted sets may not be free yet."""
+        the limit, soon after an eviction of any engine, because the space of the evicted sets may not be free yet.
+        The caller has called `bytes_for_sets` just before, which sees such an eviction."""
         if self._row_s is None or not 0.0 <= now_s - self._refused_s < self._settle_s:
             self._row_s = now_s
         self._refused_s = now_s
         # Each set that is closed because its files found no room makes the sum drop as an eviction does. So a row of
         # refusals counts in any case once it has lasted for as long as an eviction takes to show.
         is_settling = all(0.0 <= now_s - since_s < self._settle_s for since_s in (self._evicted_s, self._row_s))
+        if self._reclaim_s and self._late and not self.is_waiting(now_s, free_bytes):
+            self._awaited = self._late[-1][0] + self._reclaim_s, free_bytes + need_bytes
         if is_settling or self.is_waiting(now_s, free_bytes):
             return False
         self._row_s = now_s
@@ -112,6 +115,6 @@ class Room:
         if now_s - self._refused_s < SETTLE_FIRST_S:  # the records may be in a segment with reserved space
             return
         self._settle_s = SETTLE_FIRST_S
-        self._awaited = self._row_s = None
+        self._row_s = None  # `_awaited` stays: files with reserved space may take records for longer
         if self.limit_bytes is not None and set_bytes > self.limit_bytes:
             self.limit_bytes = set_bytes + need_bytes

@@ -99,7 +99,9 @@ class FileSystem:
     @property
     def reclaim_s(self) -> float:
         """Return the time in which the space of removed files becomes free, seconds; 0: at once or within seconds."""
-        return _RECLAIM_S.get(self.kind, 0.0)
+        # Debian's mfsmount mounts as "fuse", of the source "mfs#HOST:PORT".
+        kind = "fuse.mfs" if self.kind == "fuse" and self.source.startswith("mfs#") else self.kind
+        return _RECLAIM_S.get(kind, 0.0)
 
     def is_flushed(self, setting: str) -> bool:
         """Tell whether segments are flushed before their records are published. setting: io.fdatasync."""

@@ -164,6 +164,34 @@ def test_where_space_is_known_to_come_late_nothing_more_is_evicted_for_it() -> N
     assert room.is_waiting(1001.0, 9) and not room.is_waiting(1001.0, 10), "it shows"
 
 
+def test_two_engines_evict_once_between_them_where_space_comes_late() -> None:
+    """When MooseFS was full, the second engine took what the first had evicted for a smaller disk, and evicted too."""
+    rooms, n_bytes = (Room(1200.0), Room(1200.0)), 100
+    for room in rooms:
+        room.bytes_for_sets(0.0, n_bytes, 5, 10)
+    for now_s in range(1, 600):
+        for room in rooms:
+            room.bytes_for_sets(float(now_s), n_bytes, 5, 10)
+            room.refused(float(now_s), n_bytes, 5, 10)
+            n_bytes = min(n_bytes, room.bytes_for_sets(float(now_s), n_bytes, 5, 10) // 10 * 10)
+    assert n_bytes == 90
+    assert all(room.is_waiting(1200.0, 5) for room in rooms)
+    assert not rooms[1].is_waiting(1201.0, 5), "from the eviction on, not from the last refusal"
+
+
+def test_a_record_in_a_segment_made_before_does_not_end_the_wait_for_space() -> None:
+    """Each such save ended it, so the next refusal evicted again, until a root on MooseFS was empty."""
+    room, n_bytes = Room(1200.0), 100
+    room.bytes_for_sets(0.0, n_bytes, 5, 10)
+    for begin_s in range(1, 1200, 2 * int(SETTLE_FIRST_S)):
+        room.refused(float(begin_s), n_bytes, 5, 10)
+        n_bytes = min(n_bytes, room.bytes_for_sets(float(begin_s), n_bytes, 5, 10) // 10 * 10)
+        room.worked(begin_s + SETTLE_FIRST_S, n_bytes, 10)
+    assert n_bytes == 90
+    room.worked(1190.0, n_bytes, 10)
+    assert room.is_waiting(1190.0, 14) and not room.is_waiting(1190.0, 15), "until it shows"
+
+
 def test_inodes_are_room_too(tmp_path: Path) -> None:
     assert FreeSpace(1000, None).for_sets(10, 2) == 1000
     assert FreeSpace(1000, RESERVED_FILES + 7).for_sets(10, 2) == 30

@@ -96,6 +96,37 @@ def test_a_closed_set_without_files_leaves_no_room(keeper: Keeper, monkeypatch: 
     assert keeper._capacity_bytes(1e9) == 150
 
 
+def test_a_refusal_after_another_engine_evicted_evicts_nothing(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of several engines that met a full disk at once evicted for itself, down from what the others had left."""
+    monkeypatch.setattr(Sweeper, "free_space", lambda _: FreeSpace(50, None))
+    keeper.tick()
+    add_sets(keeper, *range(1, 11))
+    for set_id in range(1, 11):
+        keeper._index.close_set(set_id, 100)
+    keeper._capacity_bytes(1e9)
+    keeper._index.remove_set(1)
+    keeper.report_full_disk()
+    keeper.tick()
+    assert keeper._space.room.limit_bytes is None
+    assert len(keeper._index.some_sets(range(1, 11))) == 9
+
+
+def test_a_full_disk_evicts_though_a_set_without_files_was_closed_before(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end must not look like an eviction of another engine, whose space is waited for."""
+    monkeypatch.setattr(Sweeper, "free_space", lambda _: FreeSpace(150, None))
+    keeper.tick()
+    taken = [keeper.allocators.common.take(1e9) for _ in range(4)]
+    assert keeper._capacity_bytes(1e9) == 150 + 100
+    for place in taken:
+        assert place is not None
+        keeper.allocators.answered("", *place, is_blank=False)
+    keeper.report_full_disk()
+    keeper.tick()
+    assert keeper._space.room.limit_bytes is not None
+
+
 def test_a_set_without_files_that_is_closed_early_leaves_no_room(keeper: Keeper) -> None:
     """A keeper closes the set of a tenant without new chunks early. Its files may have found no room before."""
     keeper.tick()

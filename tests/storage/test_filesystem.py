@@ -41,6 +41,21 @@ def test_the_longest_mount_point_wins(path: str, kind: str, is_network: bool, mo
     assert file_system_of(path, TABLE) == FileSystem(kind, is_network, mount_point)
 
 
+@pytest.mark.parametrize(
+    ("mounted", "is_late"),
+    [
+        (r"fuse mfs\04310.0.0.1:9421 rw,user_id=0", True),  # as mfsmount 3.0.117 of Debian shows
+        ("fuse.mfs mfsmaster:9421 rw", True),
+        ("fuse plain rw", False),
+        (r"ext4 mfs\043disk rw", False),
+    ],
+)
+def test_moosefs_is_known_to_free_space_late_by_either_name(mounted: str, is_late: bool) -> None:
+    """Debian's client mounts without its kind, so kvtier evicted more and more for space that was on its way."""
+    found = file_system_of("/kv/x", f"27 1 254:0 / / rw - ext4 /dev/vda rw\n38 27 0:48 / /kv rw - {mounted}\n")
+    assert (found.reclaim_s > 0) == is_late
+
+
 def test_links_are_followed(tmp_path: Path) -> None:
     (tmp_path / "local").symlink_to(tmp_path / "remote")
     table = f"27 1 254:0 / / rw - ext4 /dev/vda rw\n28 27 0:9 / {tmp_path}/remote rw - nfs server:/ rw\n"
