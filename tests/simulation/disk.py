@@ -245,7 +245,8 @@ class SimOs:
     def statvfs(self, path: str | Path) -> SimpleNamespace:
         self._disk.meet("statvfs")
         free_bytes = 0 if self._disk.is_full else max(0, self._disk.capacity_bytes - self._disk.used_bytes())
-        return SimpleNamespace(f_bavail=free_bytes // PAGE_BYTES, f_frsize=PAGE_BYTES, f_files=0, f_favail=0)
+        n_pages, n_free = self._disk.capacity_bytes // PAGE_BYTES, free_bytes // PAGE_BYTES
+        return SimpleNamespace(f_blocks=n_pages, f_bavail=n_free, f_frsize=PAGE_BYTES, f_files=0, f_favail=0)
 
 
 def meeting(disk: Disk, unlink: Callable[[SegmentFiles, int, int], None]) -> Callable[[SegmentFiles, int, int], None]:
