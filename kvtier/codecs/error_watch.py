@@ -21,7 +21,7 @@ import torch
 from kvtier.codecs.base import Encoded, EncodeResult, Mover
 from kvtier.codecs.turboquant.turns import turned
 from kvtier.codecs.vectors import VectorPages
-from kvtier.errors import TierUnavailable
+from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.format.geometry import Extent
 from kvtier.io import cuda
 from kvtier.kernels.launch import on_device
@@ -101,7 +101,7 @@ class WatchedMover:
             if not self._is_comparing:
                 try:
                     self.comparison = begin("compare", partial(self._compare, self._compare_layer, layers, copied))
-                except RuntimeError as fault:  # no thread can be started
+                except (ConfigError, RuntimeError) as fault:  # no thread can be started
                     self._give_up(fault)
 
     @property
@@ -120,7 +120,7 @@ class WatchedMover:
             layers, copied = self._sample(vectors.blank_move())
             # On a thread as later, because it relaxes its capture mode.
             begin("compare", partial(self._compare, self._n_bad, layers, copied)).result()
-        except RuntimeError as fault:
+        except (ConfigError, RuntimeError) as fault:
             self._give_up(fault)
 
     def _compare(

@@ -158,3 +158,22 @@ def test_a_fault_of_the_check_ends_the_check_and_no_save(
         if mover.comparison is not None:
             mover.comparison.result(30.0)
     assert mover.heads_compared == 0 and caplog.text.count("the error of codec k4v4 could not be measured: no ") == 1
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_no_save_ends_where_no_thread_can_be_started(
+    at_start: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages, codec = pages_with(30.0, 0), Turboquant("k4v4")
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    if at_start:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+    codec.prepare(pages, GEOMETRY, EXTENT)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    slabs = torch.zeros(HEADS, padded(codec.layers_bytes(GEOMETRY, range(LAYERS))), dtype=torch.uint8)
+    encoded = codec.encode(pages, [Move(Patch(0, 0, LAYERS, 0, HEADS), (2, 0, 3, 1), slabs)])
+    assert encoded is not None and not encoded.wait()[0].is_refused
+    assert caplog.text.count("raise `ulimit -u`") == 1
