@@ -135,15 +135,13 @@ class Loader:
         chunks, loads = self._chunks, self.work
         reading, arrived = chunks.in_state[State.READING], chunks.in_state[State.ARRIVED]
         verified, suspect = chunks.in_state[State.VERIFIED], chunks.in_state[State.SUSPECT]
-        has_moved = goes_on = self._lacks_slot = False
-        if not all(map(_n_pending_of, loads)):  # the engine need not wait for the launches below
-            self._answer_ended()
-            has_moved = True
-            if not loads:
-                self.due_s = math.inf
-                return Turn(has_moved)
+        has_moved = self._answer_ended()  # first: the engine need not wait for the launches below
+        goes_on = self._lacks_slot = False
+        if not loads:
+            self.due_s = math.inf
+            return Turn(has_moved)
         if reading:
-            has_moved = chunks.take_reads()
+            has_moved |= chunks.take_reads()
         if arrived:
             chunks.verify(list(islice(arrived, self._together)))
             has_moved = True
@@ -158,9 +156,7 @@ class Loader:
             has_begun, is_more = self._begin()
             has_moved |= has_begun
             goes_on |= is_more or (has_begun and bool(verified or suspect))  # a load may have joined one of these
-        if not all(map(_n_pending_of, loads)):
-            self._answer_ended()
-            has_moved = True
+        has_moved |= self._answer_ended()
         self.due_s = -math.inf if self._lacks_slot else deadline_s if loads else math.inf
         if len(loads) > 1 and any(map(_waiting_of, loads)):
             self.due_s = min(self.due_s, min(map(_progress_of, loads)) + self._worker.timeout_s / 4)  # see `_stalled`
@@ -395,11 +391,15 @@ class Loader:
 
     # --- answers ---
 
-    def _answer_ended(self) -> None:
+    def _answer_ended(self) -> bool:
+        """Answer the loads of which no chunk is pending. Return False without any."""
+        if all(map(_n_pending_of, self.work)):
+            return False
         ended = [load for load in self.work if not load.n_pending]
         self.work[:] = filter(_n_pending_of, self.work)
         for load in ended:
             self._end(load)
+        return True
 
     def _end(self, load: Load) -> None:
         n_landed, plan, failure = load.n_landed, load.plan, load.failure
