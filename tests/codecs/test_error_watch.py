@@ -18,6 +18,7 @@ from kvtier.errors import TierUnavailable
 from kvtier.format.geometry import Extent, Geometry, padded
 from kvtier.kernels.paged import Move, PagedKV, PagedLayer, Patch
 from kvtier.runtime.threads import begin
+from tests.support.no_threads import refuse_threads
 
 TOKENS, HEADS, SIZE, LAYERS = 64, 2, 64, LAYERS_AT_ONCE + 1
 GEOMETRY = Geometry(LAYERS, HEADS, SIZE, SIZE, "bfloat16", 2, "heads", TOKENS)
@@ -165,14 +166,10 @@ def test_no_save_ends_where_no_thread_can_be_started(
     at_start: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pages, codec = pages_with(30.0, 0), Turboquant("k4v4")
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     if at_start:
-        monkeypatch.setattr(threading.Thread, "start", refuse)
+        refuse_threads(monkeypatch)
     codec.prepare(pages, GEOMETRY, EXTENT)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    refuse_threads(monkeypatch)
     slabs = torch.zeros(HEADS, padded(codec.layers_bytes(GEOMETRY, range(LAYERS))), dtype=torch.uint8)
     encoded = codec.encode(pages, [Move(Patch(0, 0, LAYERS, 0, HEADS), (2, 0, 3, 1), slabs)])
     assert encoded is not None and not encoded.wait()[0].is_refused

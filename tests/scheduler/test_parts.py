@@ -19,6 +19,7 @@ from kvtier.plan import LoadChunk, LoadPlan, SaveChunk, SavePlan
 from kvtier.runtime.threads import ThreadJobs, Ticker, begin
 from kvtier.scheduler.segment_allocator import SET_SETTLE_S, TENANT_IDLE_S, SlotAllocator, SlotAllocators
 from kvtier.worker.read_plan import sources_of
+from tests.support.no_threads import refuse_threads
 from tests.support.rig import geometry
 
 extents = st.builds(Extent, st.integers(0, 5), st.integers(1, 4), st.integers(0, 5), st.integers(1, 4))
@@ -232,15 +233,6 @@ def test_thread_jobs_are_bounded_and_survive_a_job_that_raises() -> None:
     assert ran == [1, 3]
     jobs.close()
     assert not jobs.submit(lambda: None)
-
-
-def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuse each new thread, as under RLIMIT_NPROC or a container's pids.max."""
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
 def test_threads_that_cannot_be_started_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
