@@ -83,7 +83,7 @@ class ActiveLoads:
 
     def expect(self) -> None:
         """Shorten Python's switch interval until workers have begun the load of a hit. While vLLM hashes other prompts
-        on a thread of its own, each wait for the interpreter lock takes 5 ms otherwise, and they add up to 30 ms."""
+        on a thread of its own, each wait for the interpreter lock takes up to 5 ms otherwise, in all up to 30 ms."""
         if not self._holds_interval:
             self._holds_interval = True
             switch_interval.hold()
@@ -421,9 +421,8 @@ class WorkerBridge:
         interpreter lock that these need. Do not wait right after answers: vLLM's asynchronous scheduling takes the
         results of a step up only after the next one.
         """
-        waits = self._is_idle and not self._has_answered and not self._answers
-        waits = waits and bool(self._waiting or self._waits_for_room)
-        wait_s = IDLE_WAIT_S if waits else 0.0
+        may_wait = self._is_idle and not (self._has_answered or self._answers)
+        wait_s = IDLE_WAIT_S if may_wait and (self._waiting or self._waits_for_room) else 0.0
         progress = Progress([], [], [])
         with self._faults.contained("asking for progress"):
             progress = self._transfer.poll(wait_s)
