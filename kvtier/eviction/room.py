@@ -79,7 +79,7 @@ class Room:
     def refused(self, now_s: float, set_bytes: int, free_bytes: int, need_bytes: int) -> bool:
         """Set the limit after a refusal: there was no room for a set beside `set_bytes`. Return False, and leave
         the limit, soon after an eviction of any engine, because the space of the evicted sets may not be free yet.
-        The caller has called `bytes_for_sets` just before, which sees such an eviction."""
+        Call `bytes_for_sets` just before: it notices such an eviction."""
         if self._row_s is None or not 0.0 <= now_s - self._refused_s < self._settle_s:
             self._row_s = now_s
         self._refused_s = now_s

@@ -357,7 +357,7 @@ class Keeper:
         if not was_refused or self._index.was_reset:
             return
         is_first, space = room.limit_bytes is None, self._sweeper.free_space()
-        self._capacity_bytes(now)  # `room` has to know of what other engines evicted since the last look
+        self._capacity_bytes(now)  # shows `room` what other engines evicted since the last look
         if not room.refused(now, self._written_bytes(), space.for_sets(set_bytes, self._plan.set_files), set_bytes):
             return
         if is_first:

@@ -402,7 +402,7 @@ def _try_to_write(folder: Path) -> None:
 
 
 def _flush(descriptor: int, folder: Path) -> None:
-    """Raises OSError; ConfigError where the file system cannot flush a file, which other nodes and restarts rely on."""
+    """Flush a file. Raises OSError; ConfigError where the file system cannot do so, which other nodes rely on."""
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -165,7 +165,7 @@ def test_where_space_is_known_to_come_late_nothing_more_is_evicted_for_it() -> N
 
 
 def test_two_engines_evict_once_between_them_where_space_comes_late() -> None:
-    """When MooseFS was full, the second engine took what the first had evicted for a smaller disk, and evicted too."""
+    """The second engine on a full MooseFS took the first one's evictions for a smaller disk, and evicted again."""
     rooms, n_bytes = (Room(1200.0), Room(1200.0)), 100
     for room in rooms:
         room.bytes_for_sets(0.0, n_bytes, 5, 10)

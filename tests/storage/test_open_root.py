@@ -154,7 +154,7 @@ def test_servers_that_are_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     [(errno.EINVAL, "fsync is refused there .*Invalid argument.; choose"), (errno.EIO, "does not answer: .*{root}/v2")],
 )
 def test_fsync_that_fails(number: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was called "not writable: Invalid argument (None)"."""
+    """The message called the root "not writable: Invalid argument (None)"."""
 
     def refuse(descriptor: int) -> None:
         raise OSError(number, os.strerror(number))
